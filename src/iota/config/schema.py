@@ -13,7 +13,7 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Base of all sections: keyword-only, immutable, unknown keys refused."""
 
 
-class ModelConfig(Section):
+class ModelConfig(Section, frozen=True):
     """A Llama 3 family model. `ffn` 0 means the family's rule: 8/3 of width rounded up to a multiple of 32."""
 
     width: int = 256
@@ -29,7 +29,7 @@ class ModelConfig(Section):
     tie_embeddings: bool = False
 
 
-class StagesConfig(Section):
+class StagesConfig(Section, frozen=True):
     """How the model is cut. `codec`: identity | bottleneck. `channels` is the bottleneck's k. `wire_dtype`: float32 |
     bfloat16, what boundary tensors travel in."""
 
@@ -39,7 +39,7 @@ class StagesConfig(Section):
     wire_dtype: str = "bfloat16"
 
 
-class DataConfig(Section):
+class DataConfig(Section, frozen=True):
     """`source`: "python" (text that every CPython carries), or a folder or glob of .txt, .jsonl, .jsonl.gz, .parquet.
     `tokenizer`: "bytes" or the path of a `tokenizers` JSON file. Held-out text is split off by document.
     `max_bytes` caps the corpus read (0: no cap)."""
@@ -52,7 +52,7 @@ class DataConfig(Section):
     max_bytes: int = 0
 
 
-class TrainConfig(Section):
+class TrainConfig(Section, frozen=True):
     """`batch` sequences make a sample (one microbatch); `accumulate` passes make an inner step. `pipeline`:
     asynchronous | synchronous. `max_in_flight` samples per first-stage miner (0: stages + 1). `dtype`: compute dtype,
     float32 | bfloat16 (autocast). `lr_tokens` 0: the stop rule's tokens, else 10 x warmup."""
@@ -73,7 +73,7 @@ class TrainConfig(Section):
     clip: float = 1.0
 
 
-class MergeConfig(Section):
+class MergeConfig(Section, frozen=True):
     """Design sections 3 and 5. `outer`: nesterov | assign. `inner_state`: merge | carry | reset. `phase_limit` and
     `epoch_limit` hold until durations are known (seconds). `weight_cap`: contributions are capped at this multiple of
     the stage's median of passes. `recompute_share`: agreeing shards recomputed as an audit. `members`: the run begins
@@ -95,7 +95,7 @@ class MergeConfig(Section):
     gather_limit: float = 120.0
 
 
-class AuditConfig(Section):
+class AuditConfig(Section, frozen=True):
     """Design section 6. `segment_steps` holds for epoch 1; later S = `segments_per_epoch` of the last epoch's median.
     `share` of miners audited each epoch with `segments` drawn each (0: every segment). Thresholds by operation kind."""
 
@@ -112,7 +112,7 @@ class AuditConfig(Section):
     final_wait: float = 20.0
 
 
-class PayConfig(Section):
+class PayConfig(Section, frozen=True):
     """Paper section 3. `pool` integer units a epoch; `burn` share of it; `gamma` epochs a score counts in full.
     `half_life` epochs (0: the paper's step function)."""
 
@@ -122,9 +122,9 @@ class PayConfig(Section):
     half_life: float = 0.0
 
 
-class AdmitConfig(Section):
-    """Who may join. `allow`: keys (empty: anyone). `founders`: keys the sybil policy leaves alone. `validators`: stakes by
-    key (empty: any validator, stake 1). `operators`: keys that may pause, stop, ban."""
+class AdmitConfig(Section, frozen=True):
+    """Who may join. `allow`: keys (empty: anyone). `founders`: keys the sybil policy leaves alone. `validators`: stakes
+    by key (empty: any validator, stake 1). `operators`: keys that may pause, stop, ban."""
 
     allow: tuple[str, ...] = ()
     founders: tuple[str, ...] = ()
@@ -132,10 +132,10 @@ class AdmitConfig(Section):
     operators: tuple[str, ...] = ()
 
 
-class LimitsConfig(Section):
-    """Time in seconds. `poll`: longest a poll is held, the heartbeat. `silence`: an idle peer that said nothing this long
-    is dead. `clock_window`: largest difference between a message's time and ours. `inline_bytes`: boundary tensors up to
-    this size ride inside messages."""
+class LimitsConfig(Section, frozen=True):
+    """Time in seconds. `poll`: longest a poll is held, the heartbeat. `silence`: an idle peer that said nothing this
+    long is dead. `clock_window`: largest difference between a message's time and ours. `inline_bytes`: boundary tensors
+    up to this size ride inside messages."""
 
     poll: float = 10.0
     silence: float = 15.0
@@ -147,7 +147,7 @@ class LimitsConfig(Section):
     keep_every: int = 10
 
 
-class SwarmConfig(Section):
+class SwarmConfig(Section, frozen=True):
     """What `iota up` starts on this machine, and where the services listen."""
 
     miners: int = 6
@@ -159,7 +159,7 @@ class SwarmConfig(Section):
     blob_url: str = ""
 
 
-class RunConfig(Section):
+class RunConfig(Section, frozen=True):
     """A whole run. `stop` is a rule such as "epochs >= 6 or minutes >= 30 and loss <= 2.0", checked at SYNC."""
 
     name: str
@@ -193,9 +193,9 @@ class Manifest(msgspec.Struct, frozen=True):
 
     `run` is the run id: name plus the first digits of the digest of the rest. `train_shards`/`heldout_shards` cover the
     corpus in order; `trigram_loss` is the held-out loss of a byte-trigram model fitted on the training tokens (nats per
-    token), the yardstick of the demo, or None for other tokenizers. `checkpoints[s]` is stage s's checkpoint 0 encoded as
-    msgpack. `bytes_per_token`: of the held-out text. `parameters[s]`: of each stage; `cuts[s]`: the (first, last) block of
-    each stage, half open.
+    token), the yardstick of the demo, or None for other tokenizers. `checkpoints[s]` is stage s's checkpoint 0 encoded
+    as msgpack. `bytes_per_token`: of the held-out text. `parameters[s]`: of each stage; `cuts[s]`: the (first, last)
+    block of each stage, half open.
     """
 
     version: int

@@ -1,7 +1,8 @@
 """Tasks that the orchestrator hands out and the results that come back: the whole life of a peer is this loop.
 
-One request, `Turn`, brings the result of the last task; its reply, `Answer`, returns the verdict on that result, whether
-to step, and the next task. Tensors ride beside them in the same message, in the order each docstring gives ("attached").
+One request, `Turn`, brings the result of the last task; its reply, `Answer`, returns the verdict on that result,
+whether to step, and the next task. Tensors ride beside them in the same message, in the order each docstring gives
+("attached").
 Big lists (URLs) ride as an attached uint8 tensor that holds a msgpack-encoded sheet.
 
 `deadline`, `since` and `until` are seconds of the orchestrator's clock (Unix time); durations are seconds.
@@ -14,7 +15,7 @@ import msgspec
 from iota.core.values import Checkpoint, Cut, Digest, Key
 
 
-class _Frozen(msgspec.Struct, frozen=True, tag=True, kw_only=True):
+class _Frozen(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Base of the tagged unions: encoded as a map with its class name under `type`."""
 
 
@@ -104,7 +105,7 @@ class Upload(_Frozen):
     deadline: float
 
 
-class Contribution(msgspec.Struct, frozen=True):
+class Contribution(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One member's upload as an owner reads it. `coefficient` is float32(B_i / sum B) as a Python float."""
 
     key: Key
@@ -114,7 +115,7 @@ class Contribution(msgspec.Struct, frozen=True):
     manifest_url: str
 
 
-class ShardWork(msgspec.Struct, frozen=True):
+class ShardWork(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A shard to reduce: chunk range [start, stop) applied to every part; put the result at `url`."""
 
     shard: int
@@ -123,7 +124,7 @@ class ShardWork(msgspec.Struct, frozen=True):
     url: str
 
 
-class ReduceSheet(msgspec.Struct, frozen=True):
+class ReduceSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attached to `Reduce` and `Recompute`. Contributions in order of key. `base` is set for a recomputing third party,
     who does not hold the stage's base and momentum: where to read them."""
 
@@ -173,7 +174,7 @@ class Leave(_Frozen):
 # ------------------------------------------------------------------------------------------ tasks for validators
 
 
-class MinerFacts(msgspec.Struct, frozen=True):
+class MinerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What the orchestrator's books say of the audited miner-epoch: the reference that evidence must match.
 
     `heads[i]`: the transcript head reported with accepted result i, in order; `passes`: samples whose backward was
@@ -189,7 +190,7 @@ class MinerFacts(msgspec.Struct, frozen=True):
     upload_root: Digest | None
 
 
-class AuditSheet(msgspec.Struct, frozen=True):
+class AuditSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Attached to `Audit`: signed GET URLs of the shown objects (see `Show`) and of the checkpoint's objects."""
 
     facts: MinerFacts
@@ -280,7 +281,7 @@ class Committed(_Frozen):
     head: Digest
 
 
-class ShardResult(msgspec.Struct, frozen=True, array_like=True):
+class ShardResult(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Digest of every part's reduced bytes in order (weights, momentum, m, v; absent parts left out), total length, and
     the digest of the object that holds them one after another."""
 
@@ -305,14 +306,14 @@ class Done(_Frozen):
 
 
 class Failed(_Frozen):
-    """The task could not be done. `code`: bad_input | not_finite | no_memory | no_disk | no_object | too_late | stale."""
+    """The task was not done. `code`: bad_input | not_finite | no_memory | no_disk | no_object | too_late | stale."""
 
     task: int
     code: str
     text: str
 
 
-class Comparison(msgspec.Struct, frozen=True, array_like=True):
+class Comparison(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One compared operation: `kind` forward | backward | change | upload, cosine and norm ratio (theirs / ours)."""
 
     kind: str
@@ -347,7 +348,7 @@ class Measured(_Frozen):
 Result = Loaded | Passed | Committed | Reduced | Done | Failed | Audited | Measured
 
 
-class Shown(msgspec.Struct, frozen=True, array_like=True):
+class Shown(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Answer to a `Show`: uploaded (`problem` empty) or why not."""
 
     audit: int
@@ -358,7 +359,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Join(_Frozen):
-    """A process start. Answered by `Welcome`. `token` is the last session's, from the peer's own locked folder, or ""."""
+    """A process start. Answered by `Welcome`. `token`: the last session's, from the peer's own locked folder, or ""."""
 
     role: str
     token: str
@@ -390,7 +391,7 @@ class Turn(_Frozen):
     draining: bool
 
 
-class Verdict(msgspec.Struct, frozen=True, array_like=True):
+class Verdict(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """On the result that came with the turn. Not accepted: the code and the cause; the gradient must be dropped."""
 
     accepted: bool
@@ -398,7 +399,7 @@ class Verdict(msgspec.Struct, frozen=True, array_like=True):
     text: str
 
 
-class Standing(msgspec.Struct, frozen=True):
+class Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What a miner may want to show its owner; updated with every answer."""
 
     epoch: int
@@ -412,7 +413,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 
 class Answer(_Frozen):
-    """`step`: do an inner step now, averaging the passes accepted since the last (decided together with the verdict)."""
+    """`step`: do an inner step now, averaging the passes accepted since the last (decided with the verdict)."""
 
     seq: int
     verdict: Verdict | None

@@ -29,7 +29,7 @@ def sha256(data: bytes | bytearray | memoryview) -> Digest:
     return hashlib.sha256(data).hexdigest()
 
 
-class TensorHead(msgspec.Struct, frozen=True, array_like=True):
+class TensorHead(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """What a message's control part says of one attached tensor; checked before its bytes are looked at."""
 
     dtype: str
@@ -50,7 +50,7 @@ class Tensor(msgspec.Struct, frozen=True):
 
 
 def check_head(head: TensorHead) -> str | None:
-    """Why a declared tensor cannot be right (unknown dtype, negative side, length that contradicts the shape), or None."""
+    """Why a declared tensor cannot be right (unknown dtype, negative side, contradicting length), or None."""
     size = DTYPE_BYTES.get(head.dtype)
     if size is None:
         return f"unknown dtype {head.dtype[:32]!r}; known: {', '.join(DTYPE_BYTES)}"
@@ -62,7 +62,7 @@ def check_head(head: TensorHead) -> str | None:
 
 
 def is_finite(tensor: Tensor) -> bool:
-    """True when every element is finite; integers always are. bfloat16 and float16 are tested by their exponent bits."""
+    """True when every element is finite; integers always are. 16-bit floats are tested by their exponent bits."""
     if tensor.dtype == "float32":
         return bool(np.isfinite(np.frombuffer(tensor.data, dtype="<f4")).all())
     if tensor.dtype in ("bfloat16", "float16"):
@@ -72,7 +72,7 @@ def is_finite(tensor: Tensor) -> bool:
     return True
 
 
-class Piece(msgspec.Struct, frozen=True, array_like=True):
+class Piece(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One part's element range [start, stop) of a stage's state and where its float32 bytes lie.
 
     `part` is "weights", "momentum" (outer), "m" or "v" (inner moments). The bytes are
@@ -87,10 +87,11 @@ class Piece(msgspec.Struct, frozen=True, array_like=True):
     digest: Digest
 
 
-class Checkpoint(msgspec.Struct, frozen=True):
+class Checkpoint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The merged state of one stage after epoch `epoch` (0: as created). The merged shards ARE the checkpoint.
 
-    `pieces` are sorted by (part, start) and cover every part without gap or overlap. `t` is the AdamW step count.
+    `pieces` are sorted by (part, start) and cover every part without gap or overlap; a part without any piece is all
+    zeros (checkpoint 0 has weights only). `t` is the AdamW step count.
     """
 
     run: str
@@ -106,14 +107,14 @@ class Checkpoint(msgspec.Struct, frozen=True):
         return sha256(msgspec.msgpack.encode((self.run, self.epoch, self.stage, self.parameters, self.t, rows)))
 
 
-class CheckpointSheet(msgspec.Struct, frozen=True):
+class CheckpointSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What `Load` and `Prove` attach: the checkpoint and a signed, expiring GET URL for each object it names."""
 
     checkpoint: Checkpoint
     urls: dict[str, str]
 
 
-class Entry(msgspec.Struct, frozen=True, array_like=True):
+class Entry(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """One operation in a miner's transcript (format final).
 
     op: load | forward | backward | step | share | eval | drop. `sample` is -1 where none is meant. `inp`/`out` are the
@@ -140,7 +141,7 @@ def transcript_next(head: Digest, entry: Entry) -> Digest:
     return sha256(bytes.fromhex(head) + msgspec.msgpack.encode(entry))
 
 
-class Cut(msgspec.Struct, frozen=True, array_like=True):
+class Cut(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
     """Commitment to a snapshot. `step`: local inner steps done in this epoch at the cut (0: just loaded).
 
     A snapshot's digest is SHA-256 over `t` as 8 little-endian bytes, then weights, m and v as float32 bytes.

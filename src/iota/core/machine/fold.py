@@ -1,0 +1,378 @@
+"""state = fold(events). One function an event type; no decisions here, so replay needs neither clock nor randomness."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from iota.core.machine import events as ev
+from iota.core.machine.state import (
+    AuditRecord,
+    Commitment,
+    EpochRecord,
+    Facts,
+    Member,
+    RunState,
+    Sample,
+    StageMerge,
+)
+
+
+def fold(state: RunState, event: ev.Event) -> None:
+    """Apply one event. Raises KeyError for an event that contradicts the state: the journal is not this run's."""
+    _FOLD[type(event)](state, event)
+
+
+# ------------------------------------------------------------------------------------------------ run and members
+
+
+def _run_started(s: RunState, e: ev.RunStarted) -> None:
+    s.run, s.started, s.phase_at = e.run, e.at, e.at
+    s.checkpoints = list(e.checkpoints)
+    s.t = [c.t for c in e.checkpoints]
+    s.epoch = 1
+
+
+def _restarted(s: RunState, e: ev.Restarted) -> None:
+    s.boots += 1
+    _shift_deadlines(s, e.down)
+    returned = []
+    for sample in list(s.samples.values()):
+        if sample.backwards:
+            s.record().samples_partial += 1
+        else:
+            s.record().samples_returned += 1
+            returned.append(sample.id)
+        del s.samples[sample.id]
+    s.queue = sorted(returned) + s.queue
+
+
+def _shift_deadlines(s: RunState, seconds: float) -> None:
+    if s.phase_until is not None:
+        s.phase_until += seconds
+        if s.epoch in s.epochs:
+            s.record().until[s.phase] = s.phase_until
+    for audit in s.audits.values():
+        if audit.state != "closed":
+            audit.until += seconds
+
+
+def _registered(s: RunState, e: ev.Registered) -> None:
+    s.members.append(Member(e.number, e.key, e.role, e.owner, e.founder, e.stake, e.at))
+    s.by_key[e.key] = e.number
+
+
+def _session_opened(s: RunState, e: ev.SessionOpened) -> None:
+    m = s.members[e.number]
+    _drop_holds(s, e.number)
+    m.session, m.stage, m.token, m.alive, m.why_gone = e.session, e.stage, e.token, True, ""
+    m.loaded, m.starts, m.software, m.device, m.dtype = -1, e.starts, e.software, e.device, e.dtype
+    m.passes = m.pending = m.last_seq = 0
+    m.last_body, m.last_code, m.last_text, m.last_step, m.facts = "", None, "", False, None
+
+
+def _gone(s: RunState, e: ev.Gone) -> None:
+    m = s.members[e.number]
+    m.alive, m.why_gone = False, f"{e.how}: {e.why}"
+    m.passes = m.pending = 0
+    _drop_holds(s, e.number)
+
+
+def _drop_holds(s: RunState, number: int) -> None:
+    """Nobody holds what a lost session held; `Rerouted` follows when there is a neighbour."""
+    for sample in s.samples.values():
+        if sample.holder == number:
+            sample.holder = -1
+
+
+def _moved(s: RunState, e: ev.Moved) -> None:
+    m = s.members[e.number]
+    m.stage, m.loaded = e.stage, -1
+
+
+def _answered(m: Member, seq: int, body: str, code: str | None = None, text: str = "", step: bool = False) -> None:
+    m.last_seq, m.last_body, m.last_code, m.last_text, m.last_step = seq, body, code, text, step
+
+
+def _loaded(s: RunState, e: ev.Loaded) -> None:
+    m = s.members[e.number]
+    _answered(m, e.seq, e.body)
+    m.loaded = e.epoch
+    m.passes = m.pending = 0
+    m.facts = None
+
+
+def _declined(s: RunState, e: ev.Declined) -> None:
+    _answered(s.members[e.number], e.seq, e.body, e.code, e.text)
+
+
+# -------------------------------------------------------------------------------------------------------- phases
+
+
+def _phase_began(s: RunState, e: ev.PhaseBegan) -> None:
+    s.phase, s.epoch, s.phase_at, s.phase_until, s.phase_why = e.phase, e.epoch, e.at, e.until, e.why
+    record = s.epochs.get(e.epoch)
+    if record is not None:
+        record.began[e.phase] = e.at
+        record.until[e.phase] = e.until
+        record.why[e.phase] = e.why
+    if e.phase == "commit":
+        s.commitments, s.merges = {}, {}
+
+
+def _epoch_opened(s: RunState, e: ev.EpochOpened) -> None:
+    s.epoch, s.phase, s.phase_at, s.phase_until = e.epoch, "train", e.at, e.until
+    s.phase_why = "training"
+    s.secret_digest = e.secret_digest
+    record = EpochRecord(e.epoch, e.at, e.tokens, e.t, e.tokens_per_step, e.segment_steps, e.members)
+    record.began["train"], record.until["train"] = e.at, e.until
+    s.epochs[e.epoch] = record
+    for m in s.members:
+        m.passes = m.booked = m.pending = 0
+        m.facts = None
+
+
+# ------------------------------------------------------------------------------------------------------- training
+
+
+def _opened(s: RunState, e: ev.Opened) -> None:
+    if e.again:
+        s.queue.remove(e.sample)
+    else:
+        s.next_sample = e.sample + 1
+    s.opened_total += 1
+    s.window = s.window + 1 if s.samples else 1
+    s.samples[e.sample] = Sample(e.sample, e.number, holder=e.number, path=[(-1, 0)] * s.stages)
+
+
+def _facts(s: RunState, m: Member) -> Facts:
+    if m.facts is None:
+        m.facts = Facts(m.number, m.session, m.stage, s.epoch)
+        s.facts[(s.epoch, m.number, m.session)] = m.facts
+    return m.facts
+
+
+def _passed(s: RunState, e: ev.Passed) -> None:
+    m = s.members[e.number]
+    _answered(m, e.seq, e.body, step=e.step)
+    facts = m.facts or _facts(s, m)
+    facts.heads.append(e.head)
+    facts.seconds += e.seconds
+    if e.cut is not None:
+        facts.cuts.append(e.cut)
+    sample = s.samples[e.sample]
+    if e.kind != "b":
+        sample.path[e.stage] = (e.number, m.session)
+    if e.kind == "f":
+        sample.stage, sample.holder = e.stage + 1, e.route[2]
+        return
+    _count_pass(s, m, sample, e)
+    if e.step:
+        facts.steps += 1
+        m.pending = 0
+    if e.kind == "l":
+        sample.loss = e.loss
+        record = s.record()
+        record.losses += 1
+        record.loss_sum += e.loss or 0.0
+        s.tokens += s.config.train.batch * s.config.model.sequence
+        sample.kind = "b"
+    if e.stage == 0:
+        s.record().samples_full += 1
+        del s.samples[e.sample]
+    else:
+        sample.stage, sample.holder = e.stage - 1, e.route[2]
+
+
+def _count_pass(s: RunState, m: Member, sample: Sample, e: ev.Passed) -> None:
+    m.passes += 1
+    m.booked += 1
+    m.pending += 1
+    m.total += 1
+    sample.backwards += 1
+    assert m.facts is not None
+    m.facts.accepted.append(e.sample)
+    record = s.record()
+    record.passes[e.number] = record.passes.get(e.number, 0) + 1
+    record.stages[e.number] = e.stage
+
+
+def _stepped(s: RunState, e: ev.Stepped) -> None:
+    m = s.members[e.number]
+    if m.last_seq == e.seq:  # the same answer also accepts a result: that verdict stays what it is
+        m.last_step = True
+    else:
+        _answered(m, e.seq, "", step=True)
+    _facts(s, m).steps += 1
+    m.pending = 0
+
+
+def _rerouted(s: RunState, e: ev.Rerouted) -> None:
+    sample = s.samples[e.sample]
+    sample.holder = e.route[2]
+    sample.attempt += 1
+
+
+def _sample_closed(s: RunState, e: ev.SampleClosed) -> None:
+    del s.samples[e.sample]
+    if e.how == "returned":
+        s.record().samples_returned += 1
+        s.queue = sorted([*s.queue, e.sample])
+    else:
+        s.record().samples_partial += 1
+
+
+# -------------------------------------------------------------------------------------------------------- merging
+
+
+def _committed(s: RunState, e: ev.Committed) -> None:
+    m = s.members[e.number]
+    _answered(m, e.seq, e.body)
+    facts = _facts(s, m)
+    facts.committed, facts.root = True, e.root
+    facts.cuts = list(e.cuts)
+    facts.heads.append(e.head)
+    s.commitments[e.number] = Commitment(
+        e.number, e.root, e.length, e.digest, e.manifest_length, e.manifest_digest, e.steps
+    )
+    s.record().steps[e.number] = e.steps
+
+
+def _uploaded(s: RunState, e: ev.Uploaded) -> None:
+    _answered(s.members[e.number], e.seq, e.body)
+    s.commitments[e.number].uploaded = True
+
+
+def _planned(s: RunState, e: ev.Planned) -> None:
+    n = len(e.members)
+    shards = max(1, n * (n - 1) // 2) if n else 0
+    s.merges[e.stage] = StageMerge(e.stage, e.members, e.weights, e.seed, e.chunks, shards)
+    s.record().effective_batch[e.stage] = e.effective_batch
+
+
+def _shard_reported(s: RunState, e: ev.ShardReported) -> None:
+    if e.number >= 0:
+        _answered(s.members[e.number], e.seq, e.body)
+    merge = s.merges[e.stage]
+    for shard, parts, length, digest, obj in e.shards:
+        if e.third:
+            merge.third[shard] = (parts, length, digest, obj, e.number)
+        else:
+            merge.reports.setdefault(shard, {})[e.number] = (parts, length, digest, obj)
+    merge.bad.extend((shard, number, e.number, why) for shard, number, why in e.bad)
+
+
+def _shard_reassigned(s: RunState, e: ev.ShardReassigned) -> None:
+    s.merges[e.stage].extra_owners.setdefault(e.shard, []).append(e.owner)
+
+
+def _shard_settled(s: RunState, e: ev.ShardSettled) -> None:
+    s.merges[e.stage].settled[e.shard] = (e.how, e.winner, e.liars)
+
+
+def _stage_merged(s: RunState, e: ev.StageMerged) -> None:
+    s.checkpoints[e.stage] = e.checkpoint
+    s.t[e.stage] = e.checkpoint.t
+    record = s.record()
+    record.merged[e.stage] = e.merged
+    if e.stage in s.merges:
+        s.merges[e.stage].done = True
+        record.matrix[e.stage] = s.merges[e.stage]
+
+
+# ------------------------------------------------------------------------------------------- audits, pay, operators
+
+
+def _audit_drawn(s: RunState, e: ev.AuditDrawn) -> None:
+    s.audits[e.audit] = AuditRecord(e.audit, e.epoch, e.number, e.session, e.stage, e.segment, e.start, e.stop, e.until)
+    s.next_audit = e.audit + 1
+
+
+def _evidence_shown(s: RunState, e: ev.EvidenceShown) -> None:
+    audit = s.audits[e.audit]
+    audit.state, audit.until = "ready", e.until
+
+
+def _verdict_given(s: RunState, e: ev.VerdictGiven) -> None:
+    if e.validator >= 0:
+        _answered(s.members[e.validator], e.seq, e.body)
+    audit = s.audits[e.audit]
+    audit.verdict, audit.why, audit.worst, audit.validator = e.verdict, e.why, e.worst, e.validator
+    audit.seconds = e.seconds
+    if e.final:
+        audit.state = "closed"
+        s.members[audit.number].last_verdict = f"epoch {audit.epoch}: {e.verdict} ({e.why})"
+    else:
+        audit.until = e.until
+
+
+def _heldout(s: RunState, e: ev.HeldoutMeasured) -> None:
+    _answered(s.members[e.validator], e.seq, e.body)
+    record = s.epochs.get(max(e.epoch, 1))
+    if record is not None:
+        # Checkpoint 0 belongs to no epoch: it is kept as validator -1 - n of epoch 1's record.
+        record.heldout[e.validator if e.epoch else -1 - e.validator] = e.loss
+
+
+def _epoch_paid(s: RunState, e: ev.EpochPaid) -> None:
+    s.ledger.append(e.ledger)
+    s.epochs[e.ledger.epoch].paid = True
+    for key, amount in e.ledger.emissions:
+        s.members[s.by_key[key]].paid += amount
+
+
+def _operated(s: RunState, e: ev.Operated) -> None:
+    if e.command == "pause":
+        s.paused = e.at
+    elif e.command == "resume":
+        s.paused = None
+        s.paused_total += e.down
+        _shift_deadlines(s, e.down)
+    elif e.command == "stop":
+        s.stop_requested = f"stopped by operator {e.by[:8]}"
+    elif e.command == "ban":
+        s.banned.add(e.target)
+        if e.target in s.by_key:
+            s.members[s.by_key[e.target]].banned = True
+    elif e.command == "allow":
+        s.banned.discard(e.target)
+        s.allowed.add(e.target)
+        if e.target in s.by_key:
+            s.members[s.by_key[e.target]].banned = False
+
+
+def _extended(s: RunState, e: ev.Extended) -> None:
+    s.stop, s.stop_requested = e.stop, ""
+
+
+_FOLD: dict[type, Callable[[RunState, Any], None]] = {
+    ev.RunStarted: _run_started,
+    ev.Restarted: _restarted,
+    ev.Registered: _registered,
+    ev.SessionOpened: _session_opened,
+    ev.Moved: _moved,
+    ev.Gone: _gone,
+    ev.Loaded: _loaded,
+    ev.Declined: _declined,
+    ev.PhaseBegan: _phase_began,
+    ev.EpochOpened: _epoch_opened,
+    ev.Opened: _opened,
+    ev.Passed: _passed,
+    ev.Stepped: _stepped,
+    ev.Rerouted: _rerouted,
+    ev.SampleClosed: _sample_closed,
+    ev.Committed: _committed,
+    ev.Uploaded: _uploaded,
+    ev.Planned: _planned,
+    ev.ShardReported: _shard_reported,
+    ev.ShardReassigned: _shard_reassigned,
+    ev.ShardSettled: _shard_settled,
+    ev.StageMerged: _stage_merged,
+    ev.AuditDrawn: _audit_drawn,
+    ev.EvidenceShown: _evidence_shown,
+    ev.VerdictGiven: _verdict_given,
+    ev.HeldoutMeasured: _heldout,
+    ev.EpochPaid: _epoch_paid,
+    ev.Operated: _operated,
+    ev.Extended: _extended,
+}

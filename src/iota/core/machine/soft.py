@@ -1,0 +1,113 @@
+"""What the orchestrator remembers beside the compared state: leases, queues, recent durations, who spoke when.
+
+All of it may be lost in a restart and is rebuilt from what peers do next (design section 7).
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from dataclasses import dataclass, field
+
+from iota.core.machine.state import Member, RunState, Sample
+
+RECENT = 32
+
+
+@dataclass(slots=True)
+class Lease:
+    """A task that a member runs. `subject`: sample id, audit id, or -1. Re-issued as it is when the reply was lost."""
+
+    task: int
+    kind: str
+    subject: int
+    issued: float
+    deadline: float
+    item: object = None
+    attach: object = None
+
+
+@dataclass(slots=True)
+class Soft:
+    stages: int
+    counter: int = 0
+    lease: dict[int, Lease] = field(default_factory=dict)
+    seen: dict[int, float] = field(default_factory=dict)
+    draining: set[int] = field(default_factory=set)
+    forwards: dict[int, list[int]] = field(default_factory=dict)
+    backwards: dict[int, list[int]] = field(default_factory=dict)
+    in_flight: dict[int, int] = field(default_factory=dict)
+    durations: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
+    speed: dict[int, float] = field(default_factory=dict)
+    busy: dict[int, float] = field(default_factory=dict)
+    waiting_since: dict[int, tuple[str, float]] = field(default_factory=dict)
+    wake: set[int] = field(default_factory=set)
+    released: list[int] = field(default_factory=list)
+    trainers: list[list[Member]] | None = None
+    measuring: dict[int, int] = field(default_factory=dict)
+    reduced_at: float = 0.0
+    keep_wanted: dict[tuple[int, int], str] = field(default_factory=dict)
+    disputed_at: dict[tuple[int, int], float] = field(default_factory=dict)
+
+    def next_task(self, boots: int) -> int:
+        """Task ids grow over restarts too, so a result for an old lease never matches a new one."""
+        self.counter += 1
+        return (boots << 40) + self.counter
+
+    def stage_trainers(self, state: RunState) -> list[list[Member]]:
+        """Per stage, who may take work; cached, since routing asks at every accepted result."""
+        if self.trainers is None:
+            self.trainers = [state.trainers(stage) for stage in range(self.stages)]
+        return self.trainers
+
+    def push(self, number: int, sample: Sample) -> None:
+        """Queue a sample's next task at a member; wakes its poll."""
+        queues = self.forwards if sample.kind == "f" else self.backwards
+        heapq.heappush(queues.setdefault(number, []), sample.id)
+        self.wake.add(number)
+
+    def load(self, number: int) -> int:
+        """Queued and running tasks of a member."""
+        running = 1 if number in self.lease else 0
+        return len(self.forwards.get(number, ())) + len(self.backwards.get(number, ())) + running
+
+    def pop(self, number: int, state: RunState) -> Sample | None:
+        """The next task of a member: backward before forward, then in order of sample id. Entries whose sample went
+        elsewhere in the meantime are skipped."""
+        for kind, queues in (("b", self.backwards), ("f", self.forwards)):
+            queue = queues.get(number)
+            while queue:
+                sample = state.samples.get(heapq.heappop(queue))
+                if sample is not None and sample.holder == number and sample.kind == kind:
+                    return sample
+        return None
+
+    def note(self, stage: int, kind: str, number: int, seconds: float) -> None:
+        """Record a task's compute time for deadlines and for routing by speed."""
+        key = (stage, kind)
+        recent = self.durations.get(key)
+        if recent is None:
+            recent = self.durations[key] = deque(maxlen=RECENT)
+        recent.append(seconds)
+        before = self.speed.get(number)
+        self.speed[number] = seconds if before is None else 0.8 * before + 0.2 * seconds
+        self.busy[number] = self.busy.get(number, 0.0) + seconds
+
+    def quantile(self, stage: int, kind: str, q: float) -> float | None:
+        """Quantile of recent durations, None before there are four."""
+        recent = self.durations.get((stage, kind))
+        if recent is None or len(recent) < 4:
+            return None
+        ordered = sorted(recent)
+        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+
+    def forget(self, number: int) -> None:
+        """A session ended: nothing of it is owed any more."""
+        self.lease.pop(number, None)
+        self.forwards.pop(number, None)
+        self.backwards.pop(number, None)
+        self.in_flight.pop(number, None)
+        self.draining.discard(number)
+        self.seen.pop(number, None)
+        self.waiting_since.pop(number, None)
+        self.trainers = None
