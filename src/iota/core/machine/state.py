@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from statistics import median
 
 from iota.config.schema import RunConfig
 from iota.core.ledger import LedgerEpoch
@@ -164,6 +165,12 @@ class EpochRecord:
     matrix: dict[int, StageMerge] = field(default_factory=dict)
     paid: bool = False
     closed: float | None = None
+
+    def heldout_loss(self, checkpoint_zero: bool = False) -> float | None:
+        """Median over validators of the held-out loss of this epoch's checkpoint (or, in epoch 1's record, of the
+        untrained model's), None while nobody measured it."""
+        losses = [loss for key, loss in self.heldout.items() if (key < 0) == checkpoint_zero]
+        return median(losses) if losses else None
 
 
 @dataclass(slots=True)

@@ -1,0 +1,72 @@
+"""Boundary tensors on their way from one stage to the next: held until their sample closes, relayed with the producer's
+signed control part, never decoded here (design section 6 "Transcript")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from iota.config.schema import RunConfig
+from iota.core import tasks
+from iota.core.machine.soft import Lease
+from iota.core.values import DTYPE_BYTES, Tensor, TensorHead
+from iota.model.layout import boundary_channels
+
+
+@dataclass(slots=True, frozen=True)
+class Held:
+    """A tensor, its checked head, and the signed control part of who made it."""
+
+    tensor: Tensor
+    head: TensorHead
+    origin: bytes
+
+
+class Relay:
+    """Tensors by (what, sample, stage of the receiver), and the count of what crossed. `payload` is the exact size of
+    one boundary tensor, `uncompressed` its size as float32 at d_model."""
+
+    def __init__(self, config: RunConfig, stages: int) -> None:
+        model, train = config.model, config.train
+        self.stages = stages
+        self.dtype = config.stages.wire_dtype
+        self.shape = (train.batch, model.sequence, boundary_channels(config))
+        self.payload = train.batch * model.sequence * self.shape[2] * DTYPE_BYTES[self.dtype]
+        self.uncompressed = train.batch * model.sequence * model.width * 4
+        self._held: dict[tuple[str, int, int], Held] = {}
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def problem(
+        self, result: tasks.Passed, tensors: tuple[Tensor, ...], lease: Lease | None, stage: int
+    ) -> tuple[str, str]:
+        """Why the tensors of a pass cannot be right: (code, text), or ("", "")."""
+        if lease is None or lease.task != result.task:
+            return "", ""  # the machine answers lease_lost
+        wanted = 1 if lease.kind == "f" or stage > 0 else 0
+        if len(tensors) != wanted:
+            return "bad_input", f"a {lease.kind} pass of stage {stage} carries {wanted} tensors, got {len(tensors)}"
+        for tensor in tensors:
+            if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
+                return (
+                    "bad_input",
+                    f"expected {self.dtype} of shape {self.shape}, got {tensor.dtype} of shape {tensor.shape}",
+                )
+        return "", ""
+
+    def keep(self, sample: int, kind: str, stage: int, tensor: Tensor, head: TensorHead, origin: bytes) -> None:
+        """Hold the output of an accepted pass for the stage that needs it next."""
+        key = ("activation", sample, stage + 1) if kind == "f" else ("gradient", sample, stage - 1)
+        self._held[key] = Held(tensor, head, origin)
+
+    def find(self, what: str, sample: int, stage: int) -> Held:
+        return self._held[(what, sample, stage)]
+
+    def release(self, sample: int) -> None:
+        """A sample closed: nothing of it is needed again."""
+        for stage in range(self.stages):
+            self._held.pop(("activation", sample, stage), None)
+            self._held.pop(("gradient", sample, stage), None)
+
+    def clear(self) -> None:
+        self._held.clear()
