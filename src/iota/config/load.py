@@ -12,7 +12,7 @@ import json
 import math
 import tomllib
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, get_args, get_origin, get_type_hints
 
@@ -145,6 +145,45 @@ def _kind(value: object) -> str:
 def _show(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
+
+
+# ------------------------------------------------------------------------------------- values from the command line
+
+
+def with_values(config: RunConfig, settings: Sequence[str]) -> RunConfig:
+    """The configuration with `section.key=value` settings applied in order. A value is TOML; what is none is a text, so
+    `stop=epochs >= 2` needs no quotes of its own. Raises ConfigError as `parse_run` does."""
+    data: dict[str, Any] = msgspec.to_builtins(config)
+    for setting in settings:
+        path, sign, text = setting.partition("=")
+        if not sign:
+            raise ConfigError(f"{setting!r} sets nothing", "Write KEY=VALUE, e.g. swarm.port=9000")
+        inner = data
+        *sections, key = path.strip().split(".")
+        for section in sections:
+            inner = inner.setdefault(section, {})
+            if not isinstance(inner, dict):
+                raise ConfigError(f"{setting!r}: {section} is no section", "Write SECTION.KEY=VALUE")
+        inner[key] = _value(text.strip())
+    data = _lists(data)
+    problems = list(_misfits(data, RunConfig, ""))
+    if problems:
+        raise _refusal("--set", problems)
+    return msgspec.convert(data, RunConfig, strict=True)
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"value = {text}")["value"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _lists(value: Any) -> Any:
+    """As TOML has it: lists, no tuples."""
+    if isinstance(value, dict):
+        return {key: _lists(item) for key, item in value.items()}
+    return [_lists(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 # ------------------------------------------------------------------------------------------------ values to TOML

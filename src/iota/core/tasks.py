@@ -179,6 +179,9 @@ class MinerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `heads[i]`: the transcript head reported with accepted result i, in order; `passes`: samples whose backward was
     accepted, in order; `cuts`: committed snapshots in order, the last one being the final state.
+
+    `outs[i]`, `losses[i]`: output digest and loss that came with accepted result i (the commitment's head has none);
+    empty when the books do not say.
     """
 
     key: Key
@@ -188,6 +191,8 @@ class MinerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     accepted: tuple[int, ...]
     cuts: tuple[Cut, ...]
     upload_root: Digest | None
+    outs: tuple[Digest, ...] = ()
+    losses: tuple[float | None, ...] = ()
 
 
 class AuditSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -314,7 +319,8 @@ class Failed(_Frozen):
 
 
 class Comparison(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One compared operation: `kind` forward | backward | change | upload, cosine and norm ratio (theirs / ours)."""
+    """One compared thing: `kind` forward | backward | change | m | v | loss | upload, cosine and norm ratio (theirs /
+    ours; both always finite)."""
 
     kind: str
     sample: int

@@ -5,6 +5,7 @@ Design section 6 "Audit". A miner is never slowed: evidence is uploaded beside i
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from iota.core import seeds, tasks
@@ -20,11 +21,13 @@ NOBODY = -1
 
 
 def draw(mc: Machine, now: float) -> None:
-    """Draw the epoch's audits. The seed holds the plan's secret, which nobody knew before the commitments."""
+    """Draw the epoch's audits; those drawn before a restart stay, and who did not upload is not paid anyhow. The seed
+    holds the plan's secret, which nobody knew before the commitments."""
     s = mc.state
     config, secret = s.config.audit, mc.secret(s.epoch)
-    for (epoch, number, _), facts in sorted(s.facts.items()):
-        if epoch != s.epoch or not facts.accepted:
+    drawn = {(a.number, a.session) for a in s.audits.values() if a.epoch == s.epoch}
+    for (epoch, number, session), facts in sorted(s.facts.items()):
+        if epoch != s.epoch or not facts.accepted or number in s.record().missed or (number, session) in drawn:
             continue
         if facts.committed and seeds.uniform(s.config.seed, "audited", secret, epoch, number) < config.share:
             for segment in _segments(mc, facts, secret):
@@ -127,6 +130,8 @@ def on_shown(mc: Machine, m: Member, shown: tasks.Shown, now: float) -> None:
 
 def next_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
     """Audits whose evidence is there, oldest first, then the held-out loss of checkpoints this validator owes."""
+    if mc.soft.rest.get(m.number, now) > now:
+        return None
     leased = {lease.subject for lease in mc.soft.lease.values() if lease.kind == "audit"}
     for audit in mc.open_audits():
         if audit.state == "ready" and audit.audit not in leased:
@@ -135,7 +140,7 @@ def next_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
 
 
 def _audit_task(mc: Machine, m: Member, audit: AuditRecord, now: float) -> tasks.Task:
-    until = now + mc.state.config.audit.audit_limit
+    until = audit.until
 
     def make(task: int) -> tasks.Task:
         return tasks.Audit(
@@ -176,32 +181,44 @@ def measured(mc: Machine, number: int, epoch: int) -> bool:
 
 def on_audited(mc: Machine, m: Member, seq: int, body: Digest, r: tasks.Audited) -> None:
     s = mc.state
-    lease = mc.soft.lease.pop(m.number, None)
+    lease = mc.soft.take(m.number, r.task, ("audit",))
     audit = s.audits.get(r.audit)
-    if lease is None or lease.task != r.task or lease.subject != r.audit or audit is None or audit.state != "ready":
+    if lease is None or lease.subject != r.audit or audit is None or audit.state != "ready":
         mc.decline(m, seq, body, "lease_lost", f"audit {r.audit} is no longer yours or is closed")
         return
     if r.verdict not in ("valid", "invalid", "inconclusive"):
         mc.decline(m, seq, body, "bad_input", f"verdict {r.verdict[:32]!r}: use valid, invalid or inconclusive")
         return
-    worst = tuple((c.kind, c.sample, c.cosine, c.norm_ratio) for c in r.worst[:8])
+    worst = tuple((c.kind[:16], c.sample, finite(c.cosine), finite(c.norm_ratio)) for c in r.worst[:8])
     mc.emit(
         ev.VerdictGiven(
-            r.audit, m.number, seq, body, r.verdict, r.why[:300], r.operations, worst, r.seconds, True
+            r.audit, m.number, seq, body, r.verdict, r.why[:300], r.operations, worst, finite(r.seconds), True
         )
     )  # fmt: skip
-    after_close(mc, audit)
+    after_close(mc)
+
+
+def finite(value: float) -> float:
+    """The books hold no NaN (it equals nothing, not even after a replay) and no infinity."""
+    return value if math.isfinite(value) else 0.0
+
+
+def on_failed(mc: Machine, audit_id: int, r: tasks.Failed) -> None:
+    """A failure on the validator's side measures nothing."""
+    audit = mc.state.audits.get(audit_id)
+    if audit is not None and audit.state == "ready":
+        _close(mc, audit, "inconclusive", f"the validator failed: {r.code[:32]} {r.text[:160]}")
 
 
 def on_measured(mc: Machine, m: Member, seq: int, body: Digest, r: tasks.Measured) -> None:
-    lease = mc.soft.lease.pop(m.number, None)
-    if lease is None or lease.task != r.task or lease.subject != r.epoch:
+    lease = mc.soft.take(m.number, r.task, ("heldout",))
+    if lease is None or lease.subject != r.epoch:
         mc.decline(m, seq, body, "lease_lost", f"the held-out measurement of epoch {r.epoch} is no longer yours")
         return
     if not 0.0 <= r.loss < 1e6:
         mc.decline(m, seq, body, "not_finite", f"held-out loss {r.loss} cannot be")
         return
-    mc.emit(ev.HeldoutMeasured(r.epoch, m.number, seq, body, r.loss, r.tokens, r.seconds))
+    mc.emit(ev.HeldoutMeasured(r.epoch, m.number, seq, body, r.loss, r.tokens, finite(r.seconds)))
     mc.check_phase = True
 
 
@@ -225,10 +242,9 @@ def close_overdue(mc: Machine, now: float, everything: bool = False) -> None:
 
 def _close(mc: Machine, audit: AuditRecord, verdict: str, why: str) -> None:
     mc.emit(ev.VerdictGiven(audit.audit, NOBODY, 0, "", verdict, why, 0, (), 0.0, True))
-    after_close(mc, audit)
+    after_close(mc)
 
 
-def after_close(mc: Machine, audit: AuditRecord) -> None:
-    mc.closed_audits.append(audit.audit)
+def after_close(mc: Machine) -> None:
     books.close_epochs(mc)
     mc.check_phase = True

@@ -38,13 +38,16 @@ def _credits(mc: Machine, closing: int) -> list[pay.Credit]:
         if epoch == closing and facts.accepted and key not in credits:
             credits[key] = pay.Credit(epoch, s.members[number].key, session, facts.stage, len(facts.accepted))
     verdicts = _verdicts(mc, closing)
-    for key in credits:
+    for key, before in credits.items():
+        if key[0] == closing and s.by_key[key[1]] in s.epochs[closing].missed:
+            credits[key] = pay.judge(before, "invalid", closing, "committed, but did not upload by the deadline")
         for audit in verdicts.get(key, ()):
             credits[key] = pay.judge(credits[key], audit.verdict, closing, audit.why)
-    history = _history(mc)
+        if before.scored >= 0 and credits[key].state == before.state:
+            credits[key] = before  # settled: other words change nothing
     redraws = s.config.audit.redraws
     final = s.phase in ("finishing", "finished")
-    return [pay.settle(c, closing, history.get(c.key, []), redraws, final=final) for c in credits.values()]
+    return [pay.settle(c, closing, s.members[s.by_key[c.key]].history, redraws, final=final) for c in credits.values()]
 
 
 def _known(mc: Machine) -> list[pay.Credit]:
@@ -63,12 +66,4 @@ def _verdicts(mc: Machine, closing: int) -> dict[tuple[int, str, int], list[Audi
             rows.setdefault((audit.epoch, s.members[audit.number].key, audit.session), []).append(audit)
     for audits in rows.values():
         audits.sort(key=lambda a: a.verdict != "invalid")
-    return rows
-
-
-def _history(mc: Machine) -> dict[str, list[str]]:
-    rows: dict[str, list[str]] = {}
-    for audit in sorted(mc.state.audits.values(), key=lambda a: a.audit):
-        if audit.state == "closed":
-            rows.setdefault(mc.state.members[audit.number].key, []).append(audit.verdict)
     return rows

@@ -85,13 +85,17 @@ class Loaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class PhaseBegan(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """phase: gather | train | drain | commit | upload | reduce | sync | finishing | finished."""
+    """phase: gather | train | drain | commit | upload | reduce | sync | finishing | finished.
+
+    `members`, at the first gather and at each SYNC: members counted in every stage for `tokens_per_step`, which is
+    announced to whoever loads from then on."""
 
     phase: str
     epoch: int
     at: float
     until: float | None
     why: str
+    members: tuple[int, ...] = ()
 
 
 class EpochOpened(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -153,11 +157,12 @@ class Declined(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 class Stepped(msgspec.Struct, frozen=True, array_like=True, tag=True):
     """A member is told to step outside of an accepting reply: the incomplete rest at the drain, or a window's end
-    (synchronous). `seq`: the turn whose answer carries it."""
+    (synchronous). `seq`, `body`: the turn whose answer carries it."""
 
     number: int
     seq: int
     passes: int
+    body: Digest = ""
 
 
 class Rerouted(msgspec.Struct, frozen=True, array_like=True, tag=True):
@@ -202,8 +207,9 @@ class Uploaded(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class Planned(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """The merge plan of one stage. `secret`/`nonces` open what `EpochOpened` committed to; anyone can derive the
-    plan again from them and the roots. `weights`: accepted passes counted for each member, after the cap."""
+    """The merge plan of one stage; without `members` there is nothing to merge. `missed`: committed, did not upload.
+    `secret`/`nonces` open what `EpochOpened` committed to; anyone can derive the plan again from them and the roots.
+    `weights`: accepted passes of each member (the cap is applied to them when coefficients are made)."""
 
     epoch: int
     stage: int
@@ -242,8 +248,8 @@ class ShardReassigned(msgspec.Struct, frozen=True, array_like=True, tag=True):
 
 
 class ShardSettled(msgspec.Struct, frozen=True, array_like=True, tag=True):
-    """how: agreed | single | decided | kept. `winner`: whose object counts (-1: the old value is kept); `liars`: owners
-    whose digest lost."""
+    """how: agreed | alone | settled | kept | zero. `winner`: whose object counts (-2: a third party's, also the old
+    value that the orchestrator wrote again); `liars`: owners whose digest lost."""
 
     epoch: int
     stage: int

@@ -7,15 +7,18 @@ from typing import Any
 
 from iota.core.machine import events as ev
 from iota.core.machine.state import (
+    KEPT_EPOCHS,
     AuditRecord,
     Commitment,
     EpochRecord,
     Facts,
     Member,
+    MergeSummary,
     RunState,
     Sample,
     StageMerge,
 )
+from iota.core.pay import HISTORY
 
 
 def fold(state: RunState, event: ev.Event) -> None:
@@ -35,7 +38,8 @@ def _run_started(s: RunState, e: ev.RunStarted) -> None:
 
 def _restarted(s: RunState, e: ev.Restarted) -> None:
     s.boots += 1
-    _shift_deadlines(s, e.down)
+    if s.paused is None:  # a pause ends with `resume`, which counts all of its time
+        _stood_still(s, e.down)
     returned = []
     for sample in list(s.samples.values()):
         if sample.backwards:
@@ -47,11 +51,16 @@ def _restarted(s: RunState, e: ev.Restarted) -> None:
     s.queue = sorted(returned) + s.queue
 
 
-def _shift_deadlines(s: RunState, seconds: float) -> None:
+def _stood_still(s: RunState, seconds: float) -> None:
+    """Open deadlines move by the time that was lost, and it counts as nobody's run time."""
+    s.paused_total += seconds
+    record = s.epochs.get(s.epoch)
+    if record is not None:
+        record.held[s.phase] = record.held.get(s.phase, 0.0) + seconds
     if s.phase_until is not None:
         s.phase_until += seconds
-        if s.epoch in s.epochs:
-            s.record().until[s.phase] = s.phase_until
+        if record is not None:
+            record.until[s.phase] = s.phase_until
     for audit in s.audits.values():
         if audit.state != "closed":
             audit.until += seconds
@@ -111,16 +120,22 @@ def _declined(s: RunState, e: ev.Declined) -> None:
 
 def _phase_began(s: RunState, e: ev.PhaseBegan) -> None:
     s.phase, s.epoch, s.phase_at, s.phase_until, s.phase_why = e.phase, e.epoch, e.at, e.until, e.why
+    s.announced = e.members or s.announced
     record = s.epochs.get(e.epoch)
     if record is not None:
         record.began[e.phase] = e.at
         record.until[e.phase] = e.until
         record.why[e.phase] = e.why
+        if e.phase == "finishing":
+            record.closed = e.at
+    s.extended = False
     if e.phase == "commit":
         s.commitments, s.merges = {}, {}
 
 
 def _epoch_opened(s: RunState, e: ev.EpochOpened) -> None:
+    if e.epoch - 1 in s.epochs:
+        s.epochs[e.epoch - 1].closed = e.at
     s.epoch, s.phase, s.phase_at, s.phase_until = e.epoch, "train", e.at, e.until
     s.phase_why = "training"
     s.secret_digest = e.secret_digest
@@ -141,7 +156,9 @@ def _opened(s: RunState, e: ev.Opened) -> None:
     else:
         s.next_sample = e.sample + 1
     s.opened_total += 1
-    s.window = s.window + 1 if s.samples else 1
+    if s.config.train.pipeline == "synchronous":
+        fresh = not s.samples and not any(m.pending for m in s.members)
+        s.window = 1 if fresh else s.window + 1
     s.samples[e.sample] = Sample(e.sample, e.number, holder=e.number, path=[(-1, 0)] * s.stages)
 
 
@@ -202,7 +219,7 @@ def _stepped(s: RunState, e: ev.Stepped) -> None:
     if m.last_seq == e.seq:  # the same answer also accepts a result: that verdict stays what it is
         m.last_step = True
     else:
-        _answered(m, e.seq, "", step=True)
+        _answered(m, e.seq, e.body, step=True)
     _facts(s, m).steps += 1
     m.pending = 0
 
@@ -245,9 +262,11 @@ def _uploaded(s: RunState, e: ev.Uploaded) -> None:
 
 def _planned(s: RunState, e: ev.Planned) -> None:
     n = len(e.members)
-    shards = max(1, n * (n - 1) // 2) if n else 0
-    s.merges[e.stage] = StageMerge(e.stage, e.members, e.weights, e.seed, e.chunks, shards)
-    s.record().effective_batch[e.stage] = e.effective_batch
+    if n:
+        s.merges[e.stage] = StageMerge(e.stage, e.members, e.weights, e.seed, e.chunks, max(1, n * (n - 1) // 2))
+    record = s.record()
+    record.effective_batch[e.stage] = e.effective_batch
+    record.missed.update(e.missed)
 
 
 def _shard_reported(s: RunState, e: ev.ShardReported) -> None:
@@ -275,9 +294,20 @@ def _stage_merged(s: RunState, e: ev.StageMerged) -> None:
     s.t[e.stage] = e.checkpoint.t
     record = s.record()
     record.merged[e.stage] = e.merged
-    if e.stage in s.merges:
-        s.merges[e.stage].done = True
-        record.matrix[e.stage] = s.merges[e.stage]
+    merge = s.merges.get(e.stage)
+    if merge is not None:
+        merge.done = True
+        record.matrix[e.stage] = merge
+        record.summary[e.stage] = _summary(merge)
+
+
+def _summary(merge: StageMerge) -> MergeSummary:
+    summary = MergeSummary(merge.members, merge.weights, bad=len(merge.bad))
+    for how, _, liars in merge.settled.values():
+        summary.settled[how] = summary.settled.get(how, 0) + 1
+        for number in liars:
+            summary.liars[number] = summary.liars.get(number, 0) + 1
+    return summary
 
 
 # ------------------------------------------------------------------------------------------- audits, pay, operators
@@ -301,7 +331,12 @@ def _verdict_given(s: RunState, e: ev.VerdictGiven) -> None:
     audit.seconds = e.seconds
     if e.final:
         audit.state = "closed"
-        s.members[audit.number].last_verdict = f"epoch {audit.epoch}: {e.verdict} ({e.why})"
+        m = s.members[audit.number]
+        m.last_verdict = f"epoch {audit.epoch}: {e.verdict} ({e.why})"
+        if e.verdict != "inconclusive":
+            m.history = [*m.history, e.verdict][-HISTORY:]
+        counts = s.epochs[audit.epoch].verdicts
+        counts[e.verdict] = counts.get(e.verdict, 0) + 1
     else:
         audit.until = e.until
 
@@ -310,7 +345,6 @@ def _heldout(s: RunState, e: ev.HeldoutMeasured) -> None:
     _answered(s.members[e.validator], e.seq, e.body)
     record = s.epochs.get(max(e.epoch, 1))
     if record is not None:
-        # Checkpoint 0 belongs to no epoch: it is kept as validator -1 - n of epoch 1's record.
         record.heldout[e.validator if e.epoch else -1 - e.validator] = e.loss
 
 
@@ -319,6 +353,19 @@ def _epoch_paid(s: RunState, e: ev.EpochPaid) -> None:
     s.epochs[e.ledger.epoch].paid = True
     for key, amount in e.ledger.emissions:
         s.members[s.by_key[key]].paid += amount
+    _drop_old(s, e.ledger.epoch)
+
+
+def _drop_old(s: RunState, paid: int) -> None:
+    """What no draw, redraw or verdict can ask for any more goes: an epoch's facts (a head for every pass) once its
+    redraws are over, single audits and shard reports much later. Records, summaries and the ledger stay."""
+    redraws = s.config.audit.redraws
+    needed = {(a.epoch, a.number, a.session) for a in s.audits.values() if a.state != "closed"}
+    s.facts = {k: f for k, f in s.facts.items() if k[0] >= paid - redraws or k in needed}
+    oldest = paid - max(redraws, KEPT_EPOCHS)
+    if oldest > 0:
+        s.epochs[oldest].matrix = {}
+        s.audits = {k: a for k, a in s.audits.items() if a.epoch > oldest or a.state != "closed"}
 
 
 def _operated(s: RunState, e: ev.Operated) -> None:
@@ -326,8 +373,7 @@ def _operated(s: RunState, e: ev.Operated) -> None:
         s.paused = e.at
     elif e.command == "resume":
         s.paused = None
-        s.paused_total += e.down
-        _shift_deadlines(s, e.down)
+        _stood_still(s, e.down)
     elif e.command == "stop":
         s.stop_requested = f"stopped by operator {e.by[:8]}"
     elif e.command == "ban":
@@ -336,13 +382,15 @@ def _operated(s: RunState, e: ev.Operated) -> None:
             s.members[s.by_key[e.target]].banned = True
     elif e.command == "allow":
         s.banned.discard(e.target)
-        s.allowed.add(e.target)
+        if s.allowed:  # an open run stays open: allowing one key must not shut out all others
+            s.allowed.add(e.target)
         if e.target in s.by_key:
             s.members[s.by_key[e.target]].banned = False
 
 
 def _extended(s: RunState, e: ev.Extended) -> None:
     s.stop, s.stop_requested = e.stop, ""
+    s.extended = s.phase == "finished"
 
 
 _FOLD: dict[type, Callable[[RunState, Any], None]] = {

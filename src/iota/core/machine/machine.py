@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from iota.config.schema import RunConfig
 from iota.core import butterfly, stop, tasks
-from iota.core.machine import auditing, membership, merging, phases, training
+from iota.core.machine import auditing, books, membership, merging, phases, training
 from iota.core.machine import events as ev
 from iota.core.machine.fold import fold
 from iota.core.machine.soft import Lease, Soft
@@ -41,7 +41,6 @@ class Machine:
         self.parameters = parameters
         self.plans: dict[int, butterfly.Plan] = {}
         self.check_phase = False
-        self.closed_audits: list[int] = []
         self._secret = secret
         self._events: list[ev.Event] = []
         self._open_audits: dict[int, AuditRecord] = {}
@@ -51,12 +50,16 @@ class Machine:
 
     def emit(self, event: ev.Event) -> None:
         """Fold an event now and keep it for the journal."""
-        fold(self.state, event)
         self._events.append(event)
-        if isinstance(event, ev.AuditDrawn):
-            self._open_audits[event.audit] = self.state.audits[event.audit]
-        elif isinstance(event, ev.VerdictGiven) and event.final:
-            self._open_audits.pop(event.audit, None)
+        self._fold(event)
+
+    def _fold(self, event: ev.Event) -> None:
+        fold(self.state, event)
+        kind = type(event)
+        if kind is ev.AuditDrawn:
+            self._open_audits[event.audit] = self.state.audits[event.audit]  # type: ignore[union-attr]
+        elif kind is ev.VerdictGiven and event.final:  # type: ignore[union-attr]
+            self._open_audits.pop(event.audit, None)  # type: ignore[union-attr]
 
     def take_events(self) -> list[ev.Event]:
         """Events since the last call, in order; journal them before any reply leaves."""
@@ -66,8 +69,7 @@ class Machine:
     def replay(self, events: Iterable[ev.Event]) -> None:
         """Rebuild the state from a journal. Leases, queues and durations start empty: call `restarted` next."""
         for event in events:
-            fold(self.state, event)
-        self._open_audits = {a.audit: a for a in self.state.audits.values() if a.state != "closed"}
+            self._fold(event)
 
     def secret(self, epoch: int) -> str:
         """The orchestrator's share of an epoch's draw: committed to at its opening, revealed with the plan."""
@@ -109,13 +111,13 @@ class Machine:
         self.tick(at)
 
     def restarted(self, now: float, down: float) -> None:
-        """After `replay`: leases and relayed tensors are gone; open deadlines move by the time that was lost."""
+        """After `replay`: leases and relayed tensors are gone; open deadlines move by the time that was lost. Goes on
+        from wherever the journal ends, also in the middle of a command's events."""
         self.emit(ev.Restarted(now, max(0.0, down)))
         for m in self.state.members:
             if m.alive:
                 self.soft.seen[m.number] = now
-        if self.state.phase == "finished" and not phases.over(self, now)[0]:
-            phases.reopen(self, now)
+        books.close_epochs(self)
         self.tick(now)
 
     def join(self, key: Key, request: tasks.Join, token: Digest, now: float, block: str = "") -> Member:
@@ -132,14 +134,19 @@ class Machine:
         `problem`: (code, text) of what the node found wrong with the attached tensors or objects; the result is then
         declined and its work goes to somebody else."""
         m = membership.check_session(self, key, turn.session)
-        self.soft.seen[m.number] = now
-        if turn.draining:
+        soft = self.soft
+        soft.seen[m.number] = now
+        if m.number in soft.suspect:
+            soft.suspect.discard(m.number)
+            soft.trainers, self.check_phase = None, True
+        if turn.draining and m.number not in soft.draining:
             self._drain(m)
         verdict, step = self._judge(m, turn, body, problem, now)
         for shown in turn.shown:
             auditing.on_shown(self, m, shown, now)
         if self.check_phase:
             self._settle(now)
+        soft.asked[m.number] = (turn.seq, body)
         task, attach = self._task(m, turn.seq, now)
         step = step or (m.last_seq == turn.seq and m.last_step)
         return Outcome(verdict, step, task, attach, auditing.shows(self, m) if self._open_audits else ())
@@ -154,22 +161,27 @@ class Machine:
 
     def tick(self, now: float) -> None:
         """Whatever is due by time alone."""
-        if self.state.phase == "finished":
+        if self.state.phase == "finished" and not self.state.extended:
             return
         if self.state.paused is None:
+            self._end_rests(now)
             training.expire_leases(self, now)
             membership.find_dead(self, now)
             auditing.close_overdue(self, now)
         self._settle(now)
 
     def next_due(self, now: float) -> float:
-        """When `tick` should next be called, at the latest."""
+        """When `tick` should next be called, at the latest; always after `now`."""
         s = self.state
-        times = [now + 1.0]
+        due = now + 1.0
         if s.paused is None:
-            times += [t for t in (s.phase_until, *(x.deadline for x in self.soft.lease.values())) if t is not None]
+            times = [x.deadline for x in self.soft.lease.values()]
             times += [a.until for a in self._open_audits.values()]
-        return max(now, min(times))
+            times += self.soft.rest.values()
+            if s.phase_until is not None:
+                times.append(s.phase_until)
+            due = min(times, default=due)
+        return min(due, now + 1.0) if due > now else now + 0.05
 
     def operate(self, command: str, target: Key, by: Key, now: float) -> str:
         """pause | resume | stop | ban | allow, by an operator's key. Returns what it did. Raises `Refused`."""
@@ -185,6 +197,8 @@ class Machine:
         if command == "resume":
             for lease in self.soft.lease.values():
                 lease.deadline += down
+            for shard in self.soft.disputed_at:
+                self.soft.disputed_at[shard] += down
             for number in self.soft.seen:
                 self.soft.seen[number] = now
         m = s.member(target) if command == "ban" else None
@@ -195,11 +209,22 @@ class Machine:
         return f"{command} {target}".strip()
 
     def extend(self, rule: str, now: float) -> None:
-        """A finished run goes on under a new stop rule."""
+        """Set a new stop rule; a finished run that it does not end goes on at the next `tick`. Raises ConfigError."""
         stop.parse(rule)
         self.emit(ev.Extended(now, rule))
 
     # ------------------------------------------------------------------------------------------------ inside a turn
+
+    def step(self, m: Member, seq: int) -> None:
+        """Tell a member to step outside of an accepting reply: in the answer to its turn `seq`."""
+        asked, body = self.soft.asked.get(m.number, (0, ""))
+        self.emit(ev.Stepped(m.number, seq, m.pending, body if asked == seq else ""))
+
+    def _end_rests(self, now: float) -> None:
+        rest = self.soft.rest
+        for number in [n for n, until in rest.items() if now >= until]:
+            del rest[number]
+            self.soft.wake.add(number)
 
     def _settle(self, now: float) -> None:
         self.check_phase = False
@@ -208,9 +233,8 @@ class Machine:
 
     def _drain(self, m: Member) -> None:
         """Nothing new for this member; what it had not begun goes to others."""
-        if m.number in self.soft.draining:
-            return
         self.soft.draining.add(m.number)
+        self.soft.trainers, self.check_phase = None, True
         lease = self.soft.lease.get(m.number)
         for sample in list(self.state.samples.values()):
             if sample.holder == m.number and (lease is None or lease.subject != sample.id):
@@ -237,7 +261,7 @@ class Machine:
 
     def _result(self, m: Member, seq: int, body: Digest, r: tasks.Result, problem: tuple[str, str], now: float) -> None:
         if problem[0]:
-            training.on_failed(self, m, seq, body, tasks.Failed(task=r.task, code=problem[0], text=problem[1]))
+            training.on_failed(self, m, seq, body, tasks.Failed(task=r.task, code=problem[0], text=problem[1]), now)
         elif isinstance(r, tasks.Passed):
             training.on_passed(self, m, seq, body, r, now)
         elif isinstance(r, tasks.Loaded):
@@ -253,17 +277,19 @@ class Machine:
         elif isinstance(r, tasks.Measured):
             auditing.on_measured(self, m, seq, body, r)
         else:
-            training.on_failed(self, m, seq, body, r)
+            training.on_failed(self, m, seq, body, r, now)
 
     def _loaded(self, m: Member, seq: int, body: Digest, r: tasks.Loaded) -> None:
-        lease = self.soft.lease.pop(m.number, None)
+        lease = self.soft.take(m.number, r.task, ("load",))
         checkpoint = self.state.checkpoints[m.stage]
-        if lease is None or lease.task != r.task or lease.subject != checkpoint.epoch:
+        if lease is None:
+            self.decline(m, seq, body, "lease_lost", "this task is no longer yours; it is given out again")
+        elif lease.subject != checkpoint.epoch:
             self.decline(m, seq, body, "stale", "the state to load has changed meanwhile; load again")
         elif r.root != checkpoint.root():
             self.decline(m, seq, body, "wrong_digest", f"that is not the state of epoch {checkpoint.epoch}; load again")
         else:
-            self.emit(ev.Loaded(m.number, seq, body, checkpoint.epoch, r.seconds))
+            self.emit(ev.Loaded(m.number, seq, body, checkpoint.epoch, auditing.finite(r.seconds)))
             self.soft.trainers = None
             self.check_phase = True
 
@@ -274,7 +300,7 @@ class Machine:
         if farewell is not None:
             return farewell, None
         lease = self.soft.lease.get(m.number)
-        if lease is not None and isinstance(lease.item, tasks.Task):
+        if lease is not None:
             return lease.item, lease.attach
         if self.state.paused is not None:
             return self._wait(m, "paused", "the run is paused by its operator", now), None
@@ -291,7 +317,7 @@ class Machine:
         s = self.state
         if m.role == "validator":
             return merging.recompute_task(self, m, now) or auditing.next_task(self, m, now)
-        if m.number in self.soft.draining:
+        if m.number in self.soft.draining or m.number in self.soft.rest:
             return None
         if m.loaded != s.epoch - 1 and s.phase != "sync":
             may = m.starts <= s.epoch and s.phase in ("gather", "train")
@@ -300,8 +326,10 @@ class Machine:
             return self._load(m, tasks.Prove, now, "the merged state") if m.loaded != s.epoch else None
         if s.phase in TRAINING:
             if training.step_due(self, m):
-                self.emit(ev.Stepped(m.number, seq, m.pending))
+                self.step(m, seq)
                 self._settle(now)
+                self.wake_everyone()
+                return self._find(m, seq, now)
             return training.next_task(self, m, seq, now)
         if s.phase in MERGING:
             return merging.next_task(self, m, seq, now)
@@ -312,8 +340,6 @@ class Machine:
         checkpoint = s.checkpoints[m.stage]
         epoch = checkpoint.epoch + 1
         record = s.epochs.get(epoch)
-        per_pass = s.config.train.accumulate * s.config.train.batch * s.config.model.sequence
-        alive = sum(1 for o in s.members if o.stage == m.stage and o.alive)
         until = max(s.phase_until or 0.0, now + s.config.merge.phase_limit)
         return self.lease(
             m, "load", now, until,
@@ -322,7 +348,7 @@ class Machine:
                 epoch=checkpoint.epoch,
                 stage=m.stage,
                 tokens=record.tokens if record else s.tokens,
-                tokens_per_step=record.tokens_per_step[m.stage] if record else per_pass * alive,
+                tokens_per_step=record.tokens_per_step[m.stage] if record else phases.tokens_per_step(self, m.stage),
                 t=checkpoint.t,
                 segment_steps=phases.segment_steps(self, epoch, m.stage),
                 deadline=until,
@@ -337,6 +363,8 @@ class Machine:
             return "no_audit", "no segment to replay and no checkpoint to measure"
         if m.number in self.soft.draining:
             return "draining", "your last task is with the orchestrator"
+        if m.number in self.soft.rest:
+            return "rest", "a task failed a moment ago; you are asked again shortly"
         if s.phase == "gather":
             return "gather", s.phase_why
         if m.starts > s.epoch or (m.loaded != s.epoch - 1 and s.phase in MERGING):
@@ -345,11 +373,26 @@ class Machine:
             return "no_work", f"no sample has reached stage {m.stage} for you yet"
         return s.phase, f"{s.phase} of epoch {s.epoch}: {s.phase_why}"
 
+    def standing(self, m: Member) -> tasks.Standing:
+        """What a peer may want to show its owner."""
+        s = self.state
+        return tasks.Standing(
+            epoch=s.epoch,
+            phase=s.phase if s.paused is None else "paused",
+            phase_since=s.phase_at if s.paused is None else s.paused,
+            phase_until=s.phase_until if s.paused is None else None,
+            passes_epoch=m.booked,
+            passes_total=m.total,
+            last_verdict=m.last_verdict,
+            paid_total=m.paid,
+        )
+
     def _wait(self, m: Member, code: str, text: str, now: float) -> tasks.Wait:
         before = self.soft.waiting_since.get(m.number)
         if before is None or before[0] != code:
             before = self.soft.waiting_since[m.number] = (code, now)
-        return tasks.Wait(code=code, text=text, since=before[1], until=self.state.phase_until)
+        until = self.state.phase_until if self.state.paused is None else None
+        return tasks.Wait(code=code, text=text, since=before[1], until=until)
 
 
 def _verdict(m: Member) -> tasks.Verdict:

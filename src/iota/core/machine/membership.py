@@ -49,9 +49,8 @@ def join(mc: Machine, key: Key, request: tasks.Join, token: Digest, now: float, 
                 f"Stop the other process, or wait {s.config.limits.silence - silence:.0f} s after its last word; "
                 "one key cannot run twice.",
             )
-    lost = m.alive
-    if lost:
-        mc.soft.forget(m.number)
+    held = training.held_by(mc, m.number)
+    mc.soft.forget(m.number)
     stage = -1 if request.role == "validator" else _assign(mc, m)
     starts = _starts(mc, m, stage) if request.role == "miner" else 0
     mc.emit(
@@ -69,8 +68,7 @@ def join(mc: Machine, key: Key, request: tasks.Join, token: Digest, now: float, 
     )
     mc.soft.seen[m.number] = now
     mc.soft.trainers = None
-    if lost:
-        training.release_holds(mc, [m.number], f"{key[:8]} started a new session")
+    training.release_holds(mc, held, f"{key[:8]} started a new session", m.number)
     mc.check_phase = True
     return m
 
@@ -125,9 +123,10 @@ def _starts(mc: Machine, m: Member, stage: int) -> int:
 def gone(mc: Machine, m: Member, how: str, why: str, now: float) -> None:
     """A member is no longer there: its work is re-routed, its passes of this epoch carry no merge weight."""
     number = m.number
+    held = training.held_by(mc, number)
     mc.emit(ev.Gone(number, how, now, why))
     mc.soft.forget(number)
-    training.release_holds(mc, [number], f"{m.key[:8]} is gone ({how})")
+    training.release_holds(mc, held, f"{m.key[:8]} is gone ({how})", number)
     mc.check_phase = True
 
 

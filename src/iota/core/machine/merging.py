@@ -35,10 +35,10 @@ def moments(mc: Machine) -> bool:
 # ------------------------------------------------------------------------------------------- commit and upload
 
 
-def committers(mc: Machine) -> list[Member]:
-    """Alive members with accepted passes in this session: merging or not, their epoch is committed and audited."""
+def owes_commit(mc: Machine, m: Member) -> bool:
+    """Alive with accepted passes in this session: merging or not, such an epoch is committed and audited."""
     s = mc.state
-    return [m for m in s.members if m.alive and m.stage >= 0 and m.loaded == s.epoch - 1 and m.passes > 0]
+    return m.alive and m.stage >= 0 and m.loaded == s.epoch - 1 and m.passes > 0 and m.number not in s.commitments
 
 
 def minimum(mc: Machine, stage: int) -> int:
@@ -70,12 +70,12 @@ def next_task(mc: Machine, m: Member, seq: int, now: float) -> tasks.Task | None
     """Commit, Upload or Reduce for a member, or None."""
     s = mc.state
     until = s.phase_until or now
-    if s.phase == "commit" and m in committers(mc) and m.number not in s.commitments:
-        if m.pending:
-            mc.emit(ev.Stepped(m.number, seq, m.pending))
+    if s.phase == "commit" and owes_commit(mc, m):
+        if m.pending:  # the incomplete rest at the drain
+            mc.step(m, seq)
         return mc.lease(m, "commit", now, until, lambda i: tasks.Commit(task=i, epoch=s.epoch, deadline=until))
     committed = s.commitments.get(m.number)
-    if s.phase in ("commit", "upload") and committed and not committed.uploaded and qualifies(mc, m):
+    if s.phase == "upload" and committed and not committed.uploaded and qualifies(mc, m):
         url, manifest_url = upload_keys(s.epoch, m.stage, m.key)
         return mc.lease(
             m, "upload", now, until,
@@ -87,10 +87,8 @@ def next_task(mc: Machine, m: Member, seq: int, now: float) -> tasks.Task | None
 
 
 def on_committed(mc: Machine, m: Member, seq: int, body: Digest, r: tasks.Committed) -> None:
-    s = mc.state
-    lease = mc.soft.lease.pop(m.number, None)
-    if lease is None or lease.task != r.task or s.phase != "commit":
-        mc.decline(m, seq, body, "too_late", f"commitments of this epoch closed; the phase is {s.phase}")
+    if mc.soft.take(m.number, r.task, ("commit",)) is None:
+        mc.decline(m, seq, body, *_too_late(mc, "commit", "commitments"))
         return
     problem = _commit_problem(mc, m, r)
     if problem:
@@ -103,6 +101,14 @@ def on_committed(mc: Machine, m: Member, seq: int, body: Digest, r: tasks.Commit
         )
     )  # fmt: skip
     mc.check_phase = True
+
+
+def _too_late(mc: Machine, phase: str, what: str) -> tuple[str, str]:
+    """Why a result of a merge task that its sender does not hold is declined: the phase is over, or the lease is."""
+    now = mc.state.phase
+    if now == phase:
+        return "lease_lost", "this task is no longer yours; it is given out again"
+    return "too_late", f"{what} of epoch {mc.state.epoch} are not open; the phase is {now}"
 
 
 def _commit_problem(mc: Machine, m: Member, r: tasks.Committed) -> str:
@@ -127,9 +133,8 @@ def _commit_problem(mc: Machine, m: Member, r: tasks.Committed) -> str:
 
 def on_uploaded(mc: Machine, m: Member, seq: int, body: Digest, r: tasks.Done) -> None:
     """The caller has seen both objects in the store, with the committed lengths."""
-    lease = mc.soft.lease.pop(m.number, None)
-    if lease is None or lease.task != r.task or mc.state.phase not in ("commit", "upload"):
-        mc.decline(m, seq, body, "too_late", f"uploads of this epoch closed; the phase is {mc.state.phase}")
+    if mc.soft.take(m.number, r.task, ("upload",)) is None:
+        mc.decline(m, seq, body, *_too_late(mc, "upload", "uploads"))
         return
     mc.emit(ev.Uploaded(m.number, seq, body))
     mc.check_phase = True
@@ -148,13 +153,13 @@ def draw_plans(mc: Machine) -> None:
              and s.members[n].stage == stage),
             key=lambda m: m.key,
         )  # fmt: skip
-        qualified = [m for m in s.members if m.stage == stage and m.alive and m.passes >= minimum(mc, stage)]
-        if not members:
+        if stage in s.record().effective_batch:  # drawn before the orchestrator was restarted
             continue
+        qualified = [m for m in s.members if m.stage == stage and qualifies(mc, m)]
         roots = [s.commitments[m.number].root for m in members]
         seed = butterfly.plan_seed(secret.encode(), {}, roots)
         chunks = chunk_manifest.chunk_count(mc.parameters[stage])
-        plan = butterfly.make_plan([m.key for m in members], chunks, seed)
+        plan = butterfly.make_plan([m.key for m in members], chunks, seed).digest() if members else ""
         mc.emit(
             ev.Planned(
                 epoch=s.epoch,
@@ -167,7 +172,7 @@ def draw_plans(mc: Machine) -> None:
                 secret=secret,
                 nonces={},
                 seed=seed.hex(),
-                plan=plan.digest(),
+                plan=plan,
                 missed=tuple(m.number for m in uploads_missing(mc) if m.stage == stage),
             )
         )
@@ -273,10 +278,9 @@ def recompute_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
 
 
 def on_reduced(mc: Machine, m: Member, seq: int, body: Digest, r: tasks.Reduced) -> None:
-    lease = mc.soft.lease.pop(m.number, None)
-    s = mc.state
-    if lease is None or lease.task != r.task or s.phase != "reduce":
-        mc.decline(m, seq, body, "too_late", f"this merge closed; the phase is {s.phase}")
+    lease = mc.soft.take(m.number, r.task, ("reduce", "recompute"))
+    if lease is None:
+        mc.decline(m, seq, body, *_too_late(mc, "reduce", "merges"))
         return
     third = lease.kind == "recompute"
     stage = lease.subject if third else m.stage
@@ -309,9 +313,11 @@ def record_report(
     asked: dict[int, tasks.ShardWork],
 ) -> None:  # fmt: skip
     """Journal reduced shards of an owner, or of a third party (number -1: the orchestrator itself)."""
-    known = mc.state.by_key
+    known, settled = mc.state.by_key, mc.state.merges[stage].settled
     bad = tuple((shard, known[key], why[:200]) for shard, key, why in r.bad if key in known)
     rows = tuple((row.shard, row.parts, row.length, row.digest, asked[row.shard].url) for row in r.shards)
+    if third:  # what is settled may already rest on another third party's object
+        rows = tuple(row for row in rows if row[0] not in settled)
     mc.emit(ev.ShardReported(number, seq, body, mc.state.epoch, stage, third, rows, bad))
     mc.check_phase = True
 
@@ -339,7 +345,7 @@ def _settle_shard(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: i
     extra = merge.extra_owners.get(shard, [])
     keys = plan.owners(shard)
     asked = [*keys, *(s.members[n].key for n in extra)]
-    gone = [key for key in asked if not s.members[s.by_key[key]].alive or late]
+    gone = [key for key in asked if late or not _can_reduce(mc, s.members[s.by_key[key]])]
     third = merge.third.get(shard)
     since = mc.soft.disputed_at.get((merge.stage, shard))
     expired = since is not None and now >= since + s.config.merge.dispute_limit
@@ -348,7 +354,7 @@ def _settle_shard(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: i
         by_key,
         gone=gone,
         third=third[2] if third else None,
-        late=expired or (late and bool(extra)),
+        late=expired or late,
         replacement=s.members[extra[-1]].key if extra else None,
     )
     if outcome.kind == "dispute" and since is None:
@@ -363,13 +369,20 @@ def _settle_shard(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: i
         winner = s.by_key[outcome.winners[0]] if outcome.winners else THIRD
         mc.emit(ev.ShardSettled(s.epoch, merge.stage, shard, outcome.kind, winner, liars, outcome.why))
         mc.soft.disputed_at.pop((merge.stage, shard), None)
+        mc.soft.keep_wanted.pop((merge.stage, shard), None)
+
+
+def _can_reduce(mc: Machine, m: Member) -> bool:
+    """Whether an owner may still deliver: a session that began after TRAIN does not hold the stage's base."""
+    return m.alive and m.loaded == mc.state.epoch - 1 and m.number not in mc.soft.draining
 
 
 def on_kept(mc: Machine, stage: int, shard: int, row: tasks.ShardResult, url: str) -> None:
-    """The orchestrator wrote a shard's old value as an object of its own: nobody could reduce it (counted, shown)."""
+    """The orchestrator wrote a shard's old value as an object of its own: nobody could reduce it (counted, shown). Call
+    `tick` afterwards."""
     s = mc.state
     why = mc.soft.keep_wanted.pop((stage, shard), None)
-    if why is None or s.phase != "reduce" or shard in s.merges[stage].settled:
+    if why is None or s.phase != "reduce" or stage not in s.merges or shard in s.merges[stage].settled:
         return
     rows = ((row.shard, row.parts, row.length, row.digest, url),)
     mc.emit(ev.ShardReported(ORCHESTRATOR, 0, "", s.epoch, stage, True, rows, ()))
@@ -385,15 +398,24 @@ def wanted(mc: Machine, now: float) -> list[tuple[str, int, int]]:
     if s.phase != "reduce":
         return []
     rows = [("keep", stage, shard) for stage, shard in soft.keep_wanted]
-    recent = s.config.merge.dispute_limit
-    if not any(m.alive and m.role == "validator" and now - soft.seen.get(m.number, 0.0) < recent for m in s.members):
+    if not any(_can_recompute(mc, m, now) for m in s.members):
         rows += [("recompute", st, shard) for st, shard in soft.disputed_at if shard not in s.merges[st].third]
     return rows
 
 
+def _can_recompute(mc: Machine, m: Member, now: float) -> bool:
+    """A validator that spoke a moment ago and is not busy with something else."""
+    if not m.alive or m.role != "validator":
+        return False
+    lease = mc.soft.lease.get(m.number)
+    if lease is not None:
+        return lease.kind == "recompute"
+    return now - mc.soft.seen.get(m.number, 0.0) < mc.state.config.merge.dispute_limit
+
+
 def _reassign(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: int, dead: tuple[Key, ...]) -> None:
     s = mc.state
-    live = [s.members[n].key for n in merge.members if s.members[n].alive]
+    live = [s.members[n].key for n in merge.members if _can_reduce(mc, s.members[n])]
     new = butterfly.reassign(shard, dead, live, plan.seed)
     if new is None:
         mc.soft.keep_wanted[(merge.stage, shard)] = "both owners are gone and nobody of the merge is left"
@@ -410,6 +432,8 @@ def finish_stages(mc: Machine) -> None:
     s = mc.state
     for stage in range(s.stages):
         old = s.checkpoints[stage]
+        if old.epoch == s.epoch:  # finished before the orchestrator was restarted
+            continue
         merge = s.merges.get(stage)
         if merge is None:
             kept = Checkpoint(s.run, s.epoch, stage, old.parameters, old.t, old.pieces)

@@ -47,16 +47,38 @@ def limit(mc: Machine, phase: str, floor: float) -> float:
             continue
         end = record.closed if following is None else record.began.get(following)
         if end is not None:
-            lasted.append(end - record.began[phase])
+            lasted.append(end - record.began[phase] - record.held.get(phase, 0.0))
     if not lasted:
         return s.config.merge.epoch_limit if phase == "train" else s.config.merge.phase_limit
     return max(3.0 * median(lasted), floor) + s.config.limits.grace
 
 
+_OVER = {"commit": training.PASSES, "upload": ("commit",), "reduce": ("upload",), "sync": ("reduce", "recompute")}
+"""Leases that end when a phase begins."""
+
+
 def begin(mc: Machine, phase: str, now: float, until: float | None, why: str) -> None:
-    mc.emit(ev.PhaseBegan(phase, mc.state.epoch, now, until, why))
+    mc.emit(ev.PhaseBegan(phase, mc.state.epoch, now, until, why, _announce(mc, phase)))
+    mc.soft.drop_leases(*_OVER.get(phase, ()))
     mc.soft.trainers = None
     mc.wake_everyone()
+
+
+def _announce(mc: Machine, phase: str) -> tuple[int, ...]:
+    """Members of every stage as counted for the learning-rate schedule: fixed when a SYNC (or the gathering) begins, so
+    that every miner and every replay of the epoch uses the same numbers."""
+    s = mc.state
+    if phase == "gather":
+        return () if s.announced else (s.config.merge.members,) * s.stages
+    if phase != "sync" or s.phase in ("sync", "finished"):
+        return ()
+    return tuple(max(1, sum(1 for m in s.members if m.stage == i and m.alive)) for i in range(s.stages))
+
+
+def tokens_per_step(mc: Machine, stage: int) -> int:
+    """accumulate x batch x T x members of the stage, as announced."""
+    s = mc.state
+    return s.config.train.accumulate * s.config.train.batch * s.config.model.sequence * s.announced[stage]
 
 
 # --------------------------------------------------------------------------------------------------------- gather
@@ -66,6 +88,9 @@ def _gather(mc: Machine, now: float) -> None:
     s = mc.state
     if s.phase_until is None:
         begin(mc, "gather", now, now + s.config.merge.gather_limit, _missing(mc))
+        return
+    if s.stop_requested:
+        begin(mc, "finished", now, None, s.stop_requested)
         return
     loaded = [len(stage) for stage in mc.soft.stage_trainers(s)]
     if all(n >= s.config.merge.members for n in loaded) or (due(mc, now) and all(loaded)):
@@ -84,9 +109,7 @@ def _missing(mc: Machine) -> str:
 def open_epoch(mc: Machine, epoch: int, now: float) -> None:
     """Announce TRAIN: deadline, schedule position, segments, and the commitment to the plan's secret."""
     s = mc.state
-    s_train = s.config.train
     members = [[m for m in s.members if m.stage == i and m.alive and m.loaded == epoch - 1] for i in range(s.stages)]
-    per_pass = s_train.accumulate * s_train.batch * s.config.model.sequence
     mc.emit(
         ev.EpochOpened(
             epoch=epoch,
@@ -94,7 +117,7 @@ def open_epoch(mc: Machine, epoch: int, now: float) -> None:
             until=now + limit(mc, "train", 5.0),
             tokens=s.tokens,
             t=tuple(s.t),
-            tokens_per_step=tuple(per_pass * max(1, len(stage)) for stage in members),
+            tokens_per_step=tuple(tokens_per_step(mc, i) for i in range(s.stages)),
             segment_steps=tuple(segment_steps(mc, epoch, i) for i in range(s.stages)),
             members=tuple(tuple(m.number for m in stage) for stage in members),
             secret_digest=sha256(mc.secret(epoch).encode()),
@@ -105,6 +128,7 @@ def open_epoch(mc: Machine, epoch: int, now: float) -> None:
     mc.soft.backwards.clear()
     mc.soft.in_flight.clear()
     mc.wake_everyone()
+    books.close_epochs(mc)
 
 
 def segment_steps(mc: Machine, epoch: int, stage: int) -> int:
@@ -137,7 +161,7 @@ def _train(mc: Machine, now: float) -> None:
         why = s.stop_requested
     else:
         return
-    begin(mc, "drain", now, now + limit(mc, "drain", 1.0), why)
+    begin(mc, "drain", now, max(now + limit(mc, "drain", 1.0), training.outstanding(mc, now)), why)
 
 
 def _drain(mc: Machine, now: float) -> None:
@@ -152,9 +176,6 @@ def _drain(mc: Machine, now: float) -> None:
         return
     why = "all samples in flight came home" if not s.samples else f"deadline with {len(s.samples)} samples in flight"
     training.close_open_samples(mc)
-    for number, lease in list(mc.soft.lease.items()):
-        if lease.kind in ("f", "b", "l"):
-            del mc.soft.lease[number]
     begin(mc, "commit", now, now + limit(mc, "commit", 1.0), why)
 
 
@@ -162,7 +183,7 @@ def _drain(mc: Machine, now: float) -> None:
 
 
 def _commit(mc: Machine, now: float) -> None:
-    missing = [m for m in merging.committers(mc) if m.number not in mc.state.commitments]
+    missing = [m for m in mc.state.members if merging.owes_commit(mc, m)]
     if missing and not due(mc, now):
         return
     why = f"{len(mc.state.commitments)} committed" + (f", {len(missing)} did not" if missing else "")
@@ -170,14 +191,14 @@ def _commit(mc: Machine, now: float) -> None:
 
 
 def _upload(mc: Machine, now: float) -> None:
+    s = mc.state
     missing = merging.uploads_missing(mc)
     if missing and not due(mc, now):
         return
     merging.draw_plans(mc)
     auditing.draw(mc, now)
     why = "all uploads arrived" if not missing else f"deadline, {len(missing)} uploads missing"
-    mc.soft.reduced_at = now
-    begin(mc, "reduce", now, now + limit(mc, "reduce", 1.0), why)
+    begin(mc, "reduce", now, now + limit(mc, "reduce", s.config.merge.dispute_limit), why)
 
 
 def _reduce(mc: Machine, now: float) -> None:
@@ -185,6 +206,7 @@ def _reduce(mc: Machine, now: float) -> None:
         return
     merging.finish_stages(mc)
     begin(mc, "sync", now, now + limit(mc, "sync", 1.0), "every shard is settled")
+    books.close_epochs(mc)
 
 
 # ----------------------------------------------------------------------------------------------------------- SYNC
@@ -202,10 +224,8 @@ def _sync(mc: Machine, now: float) -> None:
     staffed = all(any(m.stage == i for m in synced) for i in range(s.stages))
     ended, why = over(mc, now)
     if ended and (all_in or due(mc, now)):
-        s.record().closed = now
         begin(mc, "finishing", now, now + s.config.audit.final_wait, why)
-    elif (all_in and staffed) or (due(mc, now) and staffed):
-        s.record().closed = now
+    elif staffed and (all_in or due(mc, now)):
         open_epoch(mc, s.epoch + 1, now)
     elif due(mc, now):
         empty = [str(i) for i in range(s.stages) if not any(m.stage == i for m in synced)]
@@ -217,7 +237,7 @@ def over(mc: Machine, now: float) -> tuple[bool, str]:
     s = mc.state
     if s.stop_requested:
         return True, s.stop_requested
-    losses = [v for r in s.epochs.values() for k, v in sorted(r.heldout.items()) if k >= 0]
+    losses = [loss for r in s.epochs.values() if (loss := r.heldout_loss()) is not None]
     progress = stop.Progress(
         epochs=s.epoch,
         tokens=s.tokens,
@@ -230,21 +250,24 @@ def over(mc: Machine, now: float) -> tuple[bool, str]:
 def _finishing(mc: Machine, now: float) -> None:
     """Wait a little for the last audits and the last held-out loss, then close the books and end."""
     s = mc.state
-    measured = bool(s.record().heldout) or not any(m.alive and m.role == "validator" for m in s.members)
-    if not due(mc, now) and not (measured and all(a.state == "closed" for a in s.audits.values())):
+    measured = s.record().heldout_loss() is not None or not any(m.alive and m.role == "validator" for m in s.members)
+    if not due(mc, now) and not (measured and not mc.open_audits()):
         return
     auditing.close_overdue(mc, now, everything=True)
     books.close_epochs(mc)
     begin(mc, "finished", now, None, s.phase_why)
 
 
-def reopen(mc: Machine, now: float) -> None:
-    """A finished run was extended: it goes on at SYNC, where everyone still has to load the last checkpoint."""
-    begin(mc, "sync", now, now + mc.state.config.merge.gather_limit, "the run was extended")
-
-
 def _finished(mc: Machine, now: float) -> None:
-    return
+    """A run that was extended goes on at SYNC, where whoever comes loads the last checkpoint (or, when it was stopped
+    before it began, with gathering)."""
+    s = mc.state
+    if not s.extended or over(mc, now)[0]:
+        return
+    if s.epoch in s.epochs:
+        begin(mc, "sync", now, now + s.config.merge.gather_limit, "the run was extended")
+    else:
+        begin(mc, "gather", now, now + s.config.merge.gather_limit, "the run was extended")
 
 
 _STEP = {

@@ -9,6 +9,7 @@ import heapq
 from collections import deque
 from dataclasses import dataclass, field
 
+from iota.core import tasks
 from iota.core.machine.state import Member, RunState, Sample
 
 RECENT = 32
@@ -23,20 +24,27 @@ class Lease:
     subject: int
     issued: float
     deadline: float
-    item: object = None
+    item: tasks.Task
     attach: object = None
 
 
 @dataclass(slots=True)
 class Soft:
+    """`suspect`: let a pass's lease run out and said nothing since; it gets nothing until it speaks. `rest`: failed at
+    something and is left alone until then. `asked`: the last turn (seq, body) of each member. `in_flight`: samples that
+    a first-stage member opened and that are not closed yet. `wake`: whose held poll should ask again."""
+
     stages: int
     counter: int = 0
     lease: dict[int, Lease] = field(default_factory=dict)
     seen: dict[int, float] = field(default_factory=dict)
     draining: set[int] = field(default_factory=set)
+    suspect: set[int] = field(default_factory=set)
+    rest: dict[int, float] = field(default_factory=dict)
+    asked: dict[int, tuple[int, str]] = field(default_factory=dict)
     forwards: dict[int, list[int]] = field(default_factory=dict)
     backwards: dict[int, list[int]] = field(default_factory=dict)
-    in_flight: dict[int, int] = field(default_factory=dict)
+    in_flight: dict[int, set[int]] = field(default_factory=dict)
     durations: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
     speed: dict[int, float] = field(default_factory=dict)
     busy: dict[int, float] = field(default_factory=dict)
@@ -44,8 +52,6 @@ class Soft:
     wake: set[int] = field(default_factory=set)
     released: list[int] = field(default_factory=list)
     trainers: list[list[Member]] | None = None
-    measuring: dict[int, int] = field(default_factory=dict)
-    reduced_at: float = 0.0
     keep_wanted: dict[tuple[int, int], str] = field(default_factory=dict)
     disputed_at: dict[tuple[int, int], float] = field(default_factory=dict)
 
@@ -57,7 +63,8 @@ class Soft:
     def stage_trainers(self, state: RunState) -> list[list[Member]]:
         """Per stage, who may take work; cached, since routing asks at every accepted result."""
         if self.trainers is None:
-            self.trainers = [state.trainers(stage) for stage in range(self.stages)]
+            away = self.draining | self.suspect
+            self.trainers = [[m for m in state.trainers(stage) if m.number not in away] for stage in range(self.stages)]
         return self.trainers
 
     def push(self, number: int, sample: Sample) -> None:
@@ -68,8 +75,12 @@ class Soft:
 
     def load(self, number: int) -> int:
         """Queued and running tasks of a member."""
-        running = 1 if number in self.lease else 0
-        return len(self.forwards.get(number, ())) + len(self.backwards.get(number, ())) + running
+        count = 1 if number in self.lease else 0
+        if number in self.forwards:
+            count += len(self.forwards[number])
+        if number in self.backwards:
+            count += len(self.backwards[number])
+        return count
 
     def pop(self, number: int, state: RunState) -> Sample | None:
         """The next task of a member: backward before forward, then in order of sample id. Entries whose sample went
@@ -101,6 +112,19 @@ class Soft:
         ordered = sorted(recent)
         return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
 
+    def take(self, number: int, task: int, kinds: str | tuple[str, ...]) -> Lease | None:
+        """End the lease that a result answers; None when the member does not hold this task (any more)."""
+        lease = self.lease.get(number)
+        if lease is None or lease.task != task or lease.kind not in kinds:
+            return None
+        del self.lease[number]
+        return lease
+
+    def drop_leases(self, *kinds: str) -> None:
+        """A phase is over: its tasks are nobody's any more."""
+        for number in [n for n, lease in self.lease.items() if lease.kind in kinds]:
+            del self.lease[number]
+
     def forget(self, number: int) -> None:
         """A session ended: nothing of it is owed any more."""
         self.lease.pop(number, None)
@@ -108,6 +132,9 @@ class Soft:
         self.backwards.pop(number, None)
         self.in_flight.pop(number, None)
         self.draining.discard(number)
+        self.suspect.discard(number)
+        self.rest.pop(number, None)
+        self.asked.pop(number, None)
         self.seen.pop(number, None)
         self.waiting_since.pop(number, None)
         self.trainers = None

@@ -12,6 +12,8 @@ from iota.core.values import Checkpoint, Cut, Digest, Key
 TRAINING = ("train", "drain")
 MERGING = ("commit", "upload", "reduce")
 ENDED = ("finishing", "finished")
+KEPT_EPOCHS = 100
+"""How long single audits and shard reports stay for reports; sums of them stay for good."""
 
 
 @dataclass(slots=True)
@@ -35,7 +37,8 @@ class Facts:
 class Member:
     """A registered key and its current session. `alive` from session start until `Gone`; `loaded` is the epoch of the
     state it holds (-1: none); `starts` the first epoch it may train in. `passes` counts this session's accepted
-    backward passes of the epoch (B_m); `booked` those of earlier sessions too."""
+    backward passes of the epoch (B_m); `booked` those of earlier sessions too.
+    `history`: its last verdicts, oldest first."""
 
     number: int
     key: Key
@@ -66,6 +69,7 @@ class Member:
     last_step: bool = False
     facts: Facts | None = None
     last_verdict: str = "none yet"
+    history: list[str] = field(default_factory=list)
     paid: int = 0
 
 
@@ -117,6 +121,17 @@ class StageMerge:
 
 
 @dataclass(slots=True)
+class MergeSummary:
+    """What stays of a stage's merge for good: how many shards settled which way, and who was caught how often."""
+
+    members: tuple[int, ...]
+    weights: tuple[int, ...]
+    settled: dict[str, int] = field(default_factory=dict)
+    liars: dict[int, int] = field(default_factory=dict)
+    bad: int = 0
+
+
+@dataclass(slots=True)
 class AuditRecord:
     """state: show (waiting for evidence) | ready | closed."""
 
@@ -139,7 +154,11 @@ class AuditRecord:
 
 @dataclass(slots=True)
 class EpochRecord:
-    """History of one epoch that reports, pay and deadlines need."""
+    """History of one epoch that reports, pay and deadlines need.
+
+    `held`: seconds that each phase stood still (pauses, the orchestrator's downtime). `heldout`: loss by validator; of
+    checkpoint 0, which belongs to no epoch, under -1 - number in epoch 1's record. `missed`: committed without upload.
+    `matrix` keeps the shard reports of the last epochs, `summary` stays; `verdicts` counts the closed audits."""
 
     epoch: int
     opened: float
@@ -151,6 +170,7 @@ class EpochRecord:
     began: dict[str, float] = field(default_factory=dict)
     until: dict[str, float | None] = field(default_factory=dict)
     why: dict[str, str] = field(default_factory=dict)
+    held: dict[str, float] = field(default_factory=dict)
     samples_full: int = 0
     samples_partial: int = 0
     samples_returned: int = 0
@@ -162,6 +182,9 @@ class EpochRecord:
     effective_batch: dict[int, int] = field(default_factory=dict)
     merged: dict[int, bool] = field(default_factory=dict)
     heldout: dict[int, float] = field(default_factory=dict)
+    missed: set[int] = field(default_factory=set)
+    verdicts: dict[str, int] = field(default_factory=dict)
+    summary: dict[int, MergeSummary] = field(default_factory=dict)
     matrix: dict[int, StageMerge] = field(default_factory=dict)
     paid: bool = False
     closed: float | None = None
@@ -175,7 +198,8 @@ class EpochRecord:
 
 @dataclass(slots=True)
 class RunState:
-    """The whole compared state of a run."""
+    """The whole compared state of a run. `window` counts the samples opened in the current synchronous window;
+    `announced`: members by stage as counted for the learning-rate schedule; `extended`: a finished run is to go on."""
 
     config: RunConfig
     stages: int
@@ -187,10 +211,12 @@ class RunState:
     phase_until: float | None = None
     phase_why: str = ""
     epoch: int = 0
+    announced: tuple[int, ...] = ()
     paused: float | None = None
     paused_total: float = 0.0
     stop_requested: str = ""
     stop: str = ""
+    extended: bool = False
     members: list[Member] = field(default_factory=list)
     by_key: dict[Key, int] = field(default_factory=dict)
     allowed: set[Key] = field(default_factory=set)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from iota.core import seeds, tasks
+from iota.core.machine import auditing
 from iota.core.machine import events as ev
 from iota.core.machine.soft import Lease
 from iota.core.machine.state import Member, Sample
@@ -15,7 +16,11 @@ from iota.core.machine.state import Member, Sample
 if TYPE_CHECKING:
     from iota.core.machine.machine import Machine
 
-OPEN = "open"
+PASSES = ("f", "b", "l")
+"""Lease kinds: a forward, a backward, the last stage's both in one."""
+NOBODY = (-1, -1, -1)
+REST = 1.0
+"""Seconds that a member is left alone after it failed at something."""
 
 
 def lease_seconds(mc: Machine, stage: int, kind: str) -> float:
@@ -39,18 +44,25 @@ def route(mc: Machine, sample: int, stage: int, attempt: int, kind: str, lost: i
     stage has nobody.
     """
     soft, s = mc.soft, mc.state
-    live = [m for m in soft.stage_trainers(s)[stage] if m.number != lost and m.number not in soft.draining]
-    minimum, full = s.config.merge.min_batches, max_in_flight(mc)
-    short = [m for m in live if m.passes < minimum and soft.load(m.number) < full]
-    if short and len(short) < len(live):
-        live = short
+    live = soft.stage_trainers(s)[stage]
+    if lost >= 0:
+        live = [m for m in live if m.number != lost]
+    if len(live) > 1:
+        live = _needy(mc, live)
     if not live:
-        return (-1, -1, -1)
+        return NOBODY
     if len(live) == 1:
         return (live[0].number, -1, live[0].number)
     i, j = seeds.pick_two(s.config.seed, "route", len(live), sample, stage, attempt, kind)
     a, b = live[i].number, live[j].number
     return (a, b, a if _free_in(mc, a) <= _free_in(mc, b) else b)
+
+
+def _needy(mc: Machine, live: list[Member]) -> list[Member]:
+    """Those below B_min that have room, while there are others; else all."""
+    minimum, full, load = mc.state.config.merge.min_batches, max_in_flight(mc), mc.soft.load
+    short = [m for m in live if m.passes < minimum and load(m.number) < full]
+    return short if short and len(short) < len(live) else live
 
 
 def _free_in(mc: Machine, number: int) -> float:
@@ -61,8 +73,8 @@ def way_back(mc: Machine, sample: Sample, stage: int) -> tuple[int, int, int]:
     """The backward goes to who did the forward; if that session is gone, to a neighbour (who gets the stored input)."""
     number, session = sample.path[stage]
     if number >= 0:
-        m = mc.state.members[number]
-        if m.alive and m.session == session and number not in mc.soft.draining:
+        m, soft = mc.state.members[number], mc.soft
+        if m.alive and m.session == session and number not in soft.draining and number not in soft.suspect:
             return (-1, -1, number)
     return route(mc, sample.id, stage, sample.attempt, "b", lost=number)
 
@@ -79,7 +91,7 @@ def next_task(mc: Machine, m: Member, seq: int, now: float) -> tuple[tasks.Task,
     """The member's next pass, or None when there is nothing. Leases it."""
     s = mc.state
     sample = mc.soft.pop(m.number, s)
-    if sample is None and m.stage == 0 and s.phase == "train" and m.number not in mc.soft.draining:
+    if sample is None and m.stage == 0 and s.phase == "train":
         sample = _open(mc, m)
     if sample is None:
         return None
@@ -92,12 +104,12 @@ def _open(mc: Machine, m: Member) -> Sample | None:
     if s.config.train.pipeline == "synchronous":
         if not _window_open(mc):
             return None
-    elif mc.soft.in_flight.get(m.number, 0) >= max_in_flight(mc) or _yields(mc, m):
+    elif len(mc.soft.in_flight.get(m.number, ())) >= max_in_flight(mc) or _yields(mc, m):
         return None
     again = bool(s.queue)
     number = s.queue[0] if again else s.next_sample
     mc.emit(ev.Opened(number, m.number, again))
-    mc.soft.in_flight[m.number] = mc.soft.in_flight.get(m.number, 0) + 1
+    mc.soft.in_flight.setdefault(m.number, set()).add(number)
     return s.samples[number]
 
 
@@ -107,7 +119,7 @@ def _yields(mc: Machine, m: Member) -> bool:
     if m.passes < minimum:
         return False
     return any(
-        o.passes < minimum and mc.soft.in_flight.get(o.number, 0) < full and o.number not in mc.soft.draining
+        o.passes < minimum and len(mc.soft.in_flight.get(o.number, ())) < full
         for o in mc.soft.stage_trainers(mc.state)[0]
         if o is not m
     )
@@ -117,25 +129,31 @@ def _window_open(mc: Machine) -> bool:
     """Synchronous pipeline: a window is accumulate x (members of the narrowest stage) samples; a new one starts when
     all of the last are accepted everywhere and everyone with a pass has been told to step."""
     s = mc.state
-    live = mc.soft.stage_trainers(s)
-    if not all(live):
+    if not all(mc.soft.stage_trainers(s)):
         return False
-    if s.samples:
-        return s.window < s.config.train.accumulate * min(len(stage) for stage in live)
-    return not any(m.pending for stage in live for m in stage)
+    if s.samples or any(m.pending for stage in mc.soft.stage_trainers(s) for m in stage):
+        return not _window_full(mc)
+    return True
+
+
+def _window_full(mc: Machine) -> bool:
+    s = mc.state
+    return s.window >= s.config.train.accumulate * min(len(stage) for stage in mc.soft.stage_trainers(s))
 
 
 def step_due(mc: Machine, m: Member) -> bool:
-    """True when a member must step outside of an accepting reply: at a synchronous window's end."""
+    """True when a member must step outside of an accepting reply: at a synchronous window's end, or at the drain's."""
     s = mc.state
-    return (
-        s.config.train.pipeline == "synchronous" and s.phase in ("train", "drain") and m.pending > 0 and not s.samples
-    )
+    if s.config.train.pipeline != "synchronous" or m.pending == 0 or s.samples:
+        return False
+    return s.phase == "drain" or (s.phase == "train" and _window_full(mc))
 
 
 def _lease(mc: Machine, m: Member, sample: Sample, now: float) -> tuple[tasks.Task, object]:
     task_id = mc.soft.next_task(mc.state.boots)
     deadline = now + lease_seconds(mc, sample.stage, sample.kind)
+    if mc.state.phase == "drain" and mc.state.phase_until is not None:
+        deadline = min(deadline, mc.state.phase_until)  # nothing done by its announced deadline is thrown away
     task: tasks.Task
     if sample.kind == "f":
         task = tasks.Forward(
@@ -176,6 +194,7 @@ def on_passed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Passed, now:
     if (
         lease is None
         or lease.task != r.task
+        or lease.kind not in PASSES
         or lease.subject != r.sample
         or sample is None
         or sample.holder != m.number
@@ -190,7 +209,9 @@ def on_passed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Passed, now:
         mc.decline(m, seq, body, "bad_input", f"loss {r.loss} cannot be for a {kind} pass of stage {stage}")
         reroute(mc, sample, "a result that cannot be", m.number)
         return
-    soft.note(stage, sample.kind, m.number, min(max(r.seconds, 0.0), now - lease.issued + 1.0))
+    held = max(0.0, now - lease.issued) + 1.0
+    seconds = r.seconds if 0.0 <= r.seconds <= held else held  # what a peer claims, within what can be (NaN cannot)
+    soft.note(stage, sample.kind, m.number, seconds)
     onward: tuple[int, ...] = ()
     if kind == "f":
         onward = route(mc, sample.id, stage + 1, sample.attempt, "f")
@@ -200,7 +221,7 @@ def on_passed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Passed, now:
     first = sample.first
     mc.emit(
         ev.Passed(
-            m.number, seq, body, kind, r.sample, stage, r.head, r.inp, r.out, r.cut, r.loss, r.seconds, r.recomputed,
+            m.number, seq, body, kind, r.sample, stage, r.head, r.inp, r.out, r.cut, r.loss, seconds, r.recomputed,
             step, onward,
         )
     )  # fmt: skip
@@ -217,7 +238,7 @@ def _sample_left(mc: Machine, sample: int, first: int) -> None:
     """A sample closed: its first-stage member has room again, its tensors may go."""
     soft = mc.soft
     if first in soft.in_flight:
-        soft.in_flight[first] -= 1
+        soft.in_flight[first].discard(sample)
     soft.released.append(sample)
     soft.wake.add(first)
     if not mc.state.samples:
@@ -225,14 +246,18 @@ def _sample_left(mc: Machine, sample: int, first: int) -> None:
         soft.wake.update(m.number for stage in soft.stage_trainers(mc.state) for m in stage)
 
 
-def on_failed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Failed) -> None:
-    """A miner could not do a pass: somebody else gets it."""
+def on_failed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Failed, now: float) -> None:
+    """A peer could not do its task: somebody else gets it, and it is left alone for a moment. An audit that a validator
+    could not do is inconclusive."""
     lease = mc.soft.lease.get(m.number)
-    mc.decline(m, seq, body, r.code, r.text)
+    mc.decline(m, seq, body, r.code[:32] or "failed", r.text)
     if lease is None or lease.task != r.task:
         return
     del mc.soft.lease[m.number]
-    sample = mc.state.samples.get(lease.subject) if lease.kind in "fbl" else None
+    mc.soft.rest[m.number] = now + REST
+    if lease.kind == "audit":
+        auditing.on_failed(mc, lease.subject, r)
+    sample = mc.state.samples.get(lease.subject) if lease.kind in PASSES else None
     if sample is not None and sample.holder == m.number:
         reroute(mc, sample, f"{m.key[:8]} failed: {r.code}", m.number)
 
@@ -248,36 +273,49 @@ def reroute(mc: Machine, sample: Sample, why: str, lost: int) -> None:
     onward = route(mc, sample.id, sample.stage, attempt, sample.kind, lost)
     if onward[2] < 0 and lost >= 0:
         onward = route(mc, sample.id, sample.stage, attempt, sample.kind)
+    if onward[2] < 0 and sample.holder < 0:
+        return
     mc.emit(ev.Rerouted(sample.id, sample.stage, sample.kind, lost, onward, why))
     if onward[2] >= 0:
         mc.soft.push(onward[2], sample)
 
 
-def release_holds(mc: Machine, numbers: list[int], why: str) -> None:
-    """Re-route all that gone members held, and orphan samples in general."""
-    gone = set(numbers)
-    for sample in list(mc.state.samples.values()):
-        if sample.holder in gone or sample.holder < 0:
-            reroute(mc, sample, why, sample.holder)
+def held_by(mc: Machine, number: int) -> list[Sample]:
+    return [sample for sample in mc.state.samples.values() if sample.holder == number]
+
+
+def release_holds(mc: Machine, held: list[Sample], why: str, lost: int) -> None:
+    """Re-route what a member held (`held_by`, asked before it lost its session)."""
+    for sample in held:
+        reroute(mc, sample, why, lost)
 
 
 def adopt(mc: Machine) -> None:
     """Samples that nobody holds go to whoever is there now."""
     for sample in list(mc.state.samples.values()):
         if sample.holder < 0 and mc.soft.stage_trainers(mc.state)[sample.stage]:
-            reroute(mc, sample, "a member of the stage is back", -1)
+            reroute(mc, sample, "a member of the stage is there again", -1)
 
 
 def expire_leases(mc: Machine, now: float) -> None:
-    """Passes held beyond their deadline go to a neighbour; a late result is answered `lease_lost`."""
-    for number, lease in list(mc.soft.lease.items()):
-        if now <= lease.deadline:
+    """Tasks held beyond their deadline are lost: passes, with all that waits behind them, go to neighbours, and a late
+    result is answered `lease_lost`. The member is no candidate until it speaks, and dead after `silence` more."""
+    soft = mc.soft
+    for number, lease in list(soft.lease.items()):
+        if now < lease.deadline:
             continue
-        del mc.soft.lease[number]
-        if lease.kind in ("f", "b", "l"):
-            sample = mc.state.samples.get(lease.subject)
-            if sample is not None and sample.holder == number:
-                reroute(mc, sample, f"not done by its deadline after {lease.deadline - lease.issued:.1f} s", number)
+        del soft.lease[number]
+        soft.seen[number] = max(soft.seen.get(number, now), lease.deadline)
+        if lease.kind in PASSES:
+            soft.suspect.add(number)
+            soft.trainers = None
+            why = f"not done by its deadline after {lease.deadline - lease.issued:.1f} s"
+            release_holds(mc, held_by(mc, number), why, number)
+
+
+def outstanding(mc: Machine, now: float) -> float:
+    """The latest announced deadline of a pass that somebody runs now."""
+    return max((x.deadline for x in mc.soft.lease.values() if x.kind in PASSES), default=now)
 
 
 def close_open_samples(mc: Machine) -> None:

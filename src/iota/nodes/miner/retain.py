@@ -31,6 +31,10 @@ KEEP_EPOCHS = 2
 """Evidence of epoch e is kept to the end of epoch e + 2 at most."""
 
 
+Place = tuple[str, int, Digest]
+"""Kind, sample, digest: what a record is found by."""
+
+
 class _Row(msgspec.Struct, frozen=True):
     """Where a record lies in its file."""
 
@@ -39,17 +43,18 @@ class _Row(msgspec.Struct, frozen=True):
 
 
 class TensorFile:
-    """An append-only file of records with its index in memory. Each tensor (by kind and digest) is kept once."""
+    """An append-only file of records with its index in memory. Each tensor of a sample is kept once; equal tensors of
+    two samples are two records, each with its own origin."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.rows: dict[Digest, _Row] = {}
+        self.rows: dict[Place, _Row] = {}
         self.size = 0
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
 
-    def append(self, digest: Digest, parts: Sequence[Buffer]) -> int:
+    def append(self, place: Place, parts: Sequence[Buffer]) -> int:
         """One record, one system call; bytes added. A record that did not fit leaves no trace. Raises OSError."""
-        if digest in self.rows:
+        if place in self.rows:
             return 0
         views = [memoryview(part).cast("B") for part in parts if len(part)]
         length = sum(len(view) for view in views)
@@ -61,31 +66,26 @@ class TensorFile:
             os.ftruncate(self._fd, self.size)
             os.lseek(self._fd, self.size, os.SEEK_SET)
             raise
-        self.rows[digest] = _Row(self.size, length)
+        self.rows[place] = _Row(self.size, length)
         self.size += length
         return length
 
     def read(self, wanted: set[Digest]) -> list[Buffer]:
         """The records of these tensors, in the order in which they were written."""
-        rows = sorted((row for digest, row in self.rows.items() if digest in wanted), key=lambda row: row.offset)
-        return [os.pread(self._fd, row.length, row.offset) for row in rows]
+        return [os.pread(self._fd, row.length, row.offset) for place, row in self.rows.items() if place[2] in wanted]
 
     def shrink(self, wanted: set[Digest]) -> None:
         """Keep only these tensors."""
-        rows = sorted(((row, digest) for digest, row in self.rows.items() if digest in wanted), key=_by_offset)
         smaller = TensorFile(self.path.with_suffix(".part"))
-        for row, digest in rows:
-            smaller.append(digest, [os.pread(self._fd, row.length, row.offset)])
+        for place, row in self.rows.items():
+            if place[2] in wanted:
+                smaller.append(place, [os.pread(self._fd, row.length, row.offset)])
         os.replace(smaller.path, self.path)
         os.close(self._fd)
         self._fd, self.rows, self.size = smaller._fd, smaller.rows, smaller.size
 
     def close(self) -> None:
         os.close(self._fd)
-
-
-def _by_offset(pair: tuple[_Row, Digest]) -> int:
-    return pair[0].offset
 
 
 def _skip(views: list[memoryview], count: int) -> list[memoryview]:
@@ -132,7 +132,7 @@ class EpochShelf:
             self.path_of(step).unlink(missing_ok=True)
             del self.snapshots[step]
         for file, wanted in ((self.inputs, received), (self.outputs, sent)):
-            if set(file.rows) - wanted:
+            if any(place[2] not in wanted for place in file.rows):
                 file.shrink(wanted)
 
     def close(self) -> None:
@@ -174,7 +174,7 @@ class Retention:
         """Keep a boundary tensor."""
         parts = record_parts(kind, sample, tensor, head, origin)
         with self._writing(file.path, sum(len(part) for part in parts)):
-            file.append(head.digest, parts)
+            file.append((kind, sample, head.digest), parts)
 
     def snapshot(self, shelf: EpochShelf, step: int, parts: Sequence[Buffer]) -> None:
         """Write a snapshot; a failed one leaves no file."""

@@ -196,16 +196,15 @@ class Orchestrator:
         out = self.machine.turn(key, turn, _body_digest(incoming), now, problem)
         m = self.machine.state.members[self.machine.state.by_key[key]]
         self._keep(m, turn, out, incoming)
+        outgoing = self._outgoing(m, turn, out)  # before anything is awaited: what it relays may be released meanwhile
         await self.commit(self._mark(incoming))
-        if self._may_hold(turn, out):
-            out = await self._hold(m, turn)
-        return self._outgoing(m, turn, out)
+        return await self._hold(m, turn) if self._may_hold(turn, out) else outgoing
 
     def _may_hold(self, turn: tasks.Turn, out: Outcome) -> bool:
         """A poll that brought nothing and gets nothing is held; whatever carries news goes at once."""
         return isinstance(out.task, tasks.Wait) and turn.result is None and not (out.step or out.shows or turn.shown)
 
-    async def _hold(self, m: Member, turn: tasks.Turn) -> Outcome:
+    async def _hold(self, m: Member, turn: tasks.Turn) -> Outgoing:
         event = self._polls.setdefault(m.number, asyncio.Event())
         end = self.clock.now() + self.config.limits.poll
         while True:
@@ -217,9 +216,10 @@ class Orchestrator:
             except TimeoutError:
                 left = 0.0
             out = self.machine.again(m.key, turn, self.clock.now())
+            outgoing = self._outgoing(m, turn, out)
             await self.commit()
             if left <= 0 or self._closing.is_set() or not self._may_hold(turn, out):
-                return out
+                return outgoing
 
     async def _problem(self, key: Key, turn: tasks.Turn, incoming: Incoming) -> tuple[str, str]:
         """What is wrong with what came beside a result: tensors of the wrong shape, an upload that is not there."""

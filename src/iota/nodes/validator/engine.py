@@ -20,6 +20,7 @@ from iota.model.codecs import pack, unpack
 from iota.model.layout import Layout, boundary_channels
 from iota.model.llama import LlamaStage
 from iota.model.trainer import StageTrainer
+from iota.nodes.validator.books import state_digest
 from iota.nodes.validator.compare import compare, compare_loss, values_of
 from iota.nodes.validator.jobs import (
     NONE,
@@ -35,7 +36,6 @@ from iota.nodes.validator.jobs import (
     Replayed,
     Shape,
 )
-from iota.nodes.validator.snapshot import state_digest
 
 STATES = 6
 """Buffers of a `Replay` before its tensors."""
@@ -77,12 +77,13 @@ class Engine:
         )
         trainer = self._stage(command.stage)
         losses: list[Comparison] = []
+        held: dict[int, tuple[int, int]] = {}
         number, what = 0, "the start state"
         try:
             trainer.load(start[0], start[1], start[2], command.t, command.tokens, command.tokens_per_step)
             for number, operation in enumerate(command.operations):
                 what = f"{operation.op} of sample {operation.sample}"
-                out, loss = _perform(trainer, operation, command.tensors, buffers[STATES:])
+                out, loss = _perform(trainer, operation, held, command.tensors, buffers[STATES:])
                 if loss is not None and loss != operation.loss:
                     theirs = float("nan") if operation.loss is None else operation.loss
                     losses.append(compare_loss(operation.sample, theirs, loss))
@@ -91,7 +92,8 @@ class Engine:
         except IotaError as error:
             if error.code not in ("bad_input", "not_finite"):
                 raise
-            return Replayed(differ=(), equal=False, comparisons=(), problem=f"{what} (number {number}): {error.cause}")
+            problem = f"{what} (operation {number}): {error.cause}"
+            return Replayed(differ=(), equal=False, t=0, comparisons=(), problem=problem)
         finally:
             for sample in trainer.held():
                 trainer.forget(sample)
@@ -106,7 +108,7 @@ class Engine:
                 compare("m", NONE, stop[1], ours[1]),
                 compare("v", NONE, stop[2], ours[2]),
             ]
-        return Replayed(differ=tuple(self._kept), equal=equal, comparisons=tuple(rows), problem="")
+        return Replayed(differ=tuple(self._kept), equal=equal, t=state.t, comparisons=tuple(rows), problem="")
 
     def _compare(self, command: Compare, buffers: Sequence[Buffer]) -> Compared:
         rows = []
@@ -136,17 +138,13 @@ class Engine:
                 hidden = module(self._input(stage, window, before, number), None)
                 if last:
                     assert window is not None
-                    losses = F.cross_entropy(
-                        hidden.float().flatten(0, 1), window[:, 1:].reshape(-1), reduction="none"
-                    )
+                    losses = F.cross_entropy(hidden.float().flatten(0, 1), window[:, 1:].reshape(-1), reduction="none")
                     total += losses.double().sum().item()
                 else:
                     self._boundary.append(pack(hidden, self.config.stages.wire_dtype))
         return MeasuredStage(loss=total, tokens=command.windows * sequence if last else 0)
 
-    def _input(
-        self, stage: int, window: torch.Tensor | None, before: list[Tensor], number: int
-    ) -> torch.Tensor:
+    def _input(self, stage: int, window: torch.Tensor | None, before: list[Tensor], number: int) -> torch.Tensor:
         if stage == 0:
             assert window is not None
             return window[:, :-1].contiguous()
@@ -168,9 +166,14 @@ class Engine:
 
 
 def _perform(
-    trainer: StageTrainer, operation: Operation, shapes: Sequence[Shape], buffers: Sequence[Buffer]
+    trainer: StageTrainer,
+    operation: Operation,
+    held: dict[int, tuple[int, int]],
+    shapes: Sequence[Shape],
+    buffers: Sequence[Buffer],
 ) -> tuple[Tensor | None, float | None]:
-    """One operation of the transcript: its output, and at the last stage its loss."""
+    """One operation of the transcript: its output, and at the last stage its loss. `held`: the inputs of samples whose
+    forward was replayed; a backward on another input, or without a forward, runs the forward again."""
 
     def tensor(index: int) -> Tensor | None:
         return None if index == NONE else Tensor(shapes[index].dtype, shapes[index].shape, buffers[index])
@@ -180,15 +183,12 @@ def _perform(
 
     loss, out = None, None
     if operation.op == "step":
-        try:
-            trainer.step()
-        except IotaError as error:
-            if error.code != "not_finite":
-                raise  # (not finite: the rule is that the weights stay, which the comparison then holds them to)
+        _step(trainer)
         return None, None
     ids = None if operation.ids == NONE else tokens(operation.ids)
     x = tensor(operation.x)
     if operation.op == "forward" and not trainer.last:
+        held[operation.sample] = (operation.x, operation.ids)
         return trainer.forward(operation.sample, x, ids), None
     if operation.op == "forward":
         assert ids is not None, "the last stage's labels are the validator's own"
@@ -197,9 +197,22 @@ def _perform(
     else:
         gradient = tensor(operation.grad)
         assert operation.op == "backward" and gradient is not None, operation
-        out, _ = trainer.backward(operation.sample, gradient, x, ids)
+        same = operation.sample in trainer.held() and held.get(operation.sample) == (operation.x, operation.ids)
+        out, _ = trainer.backward(operation.sample, gradient, None if same else x, None if same or x else ids)
     if operation.accepted:
         trainer.accept()
     else:
         trainer.drop()
     return out, loss
+
+
+def _step(trainer: StageTrainer) -> None:
+    """An inner step as a miner does it: one whose gradient is not finite (or that averages nothing) leaves the weights
+    as they are, but counts for the learning rate."""
+    steps = trainer.steps
+    try:
+        trainer.step()
+    except IotaError as error:
+        if error.code not in ("not_finite", "bad_input"):
+            raise
+    trainer.steps = steps + 1

@@ -26,7 +26,7 @@ class _Tagged(msgspec.Struct, frozen=True, tag=True, kw_only=True):
     """Base of what crosses between the validator and its child."""
 
 
-class Setup(_Tagged):
+class Setup(_Tagged, frozen=True):
     """First command of a child. `memory`: bytes it may take on top of what it has then (0: no limit)."""
 
     config: RunConfig
@@ -58,7 +58,7 @@ class Operation(msgspec.Struct, frozen=True, array_like=True):
     loss: float | None
 
 
-class Replay(_Tagged):
+class Replay(_Tagged, frozen=True):
     """Replay operations from a state. Buffers: weights, m, v at the start, weights, m, v at the end as the miner shows
     them (float32 bytes), then one for each of `tensors`. Answered by `Replayed`; outputs that differ are kept for a
     `Compare`, until the next command of another kind."""
@@ -72,7 +72,7 @@ class Replay(_Tagged):
     stop_digest: Digest
 
 
-class Compare(_Tagged):
+class Compare(_Tagged, frozen=True):
     """Compare shown outputs, one buffer each, with those kept of the operations at `places` (of the last `Replay`).
     Answered by `Compared`."""
 
@@ -80,7 +80,7 @@ class Compare(_Tagged):
     tensors: tuple[Shape, ...]
 
 
-class Measure(_Tagged):
+class Measure(_Tagged, frozen=True):
     """Run one stage forward over the held-out windows. Stages come in order from 0: what stage s hands on is kept for
     stage s + 1. Buffers: the stage's weights, then at the first and the last stage tokens [windows, T + 1] as int64.
     Answered by `MeasuredStage`."""
@@ -92,35 +92,36 @@ class Measure(_Tagged):
 Command = Setup | Replay | Compare | Measure
 
 
-class Ready(_Tagged):
+class Ready(_Tagged, frozen=True):
     """Set up."""
 
 
-class Replayed(_Tagged):
+class Replayed(_Tagged, frozen=True):
     """`differ`: places of operations whose output digest differs from the committed one; `equal`: the state at the end
-    has the committed digest; `comparisons`: change, m and v when it has not, and losses that differ. `problem`: why an
-    operation could not be replayed on what the miner says it received ("": none)."""
+    has the committed digest; `t`: Adam's step count there; `comparisons`: change, m and v when it has not, and losses
+    that differ. `problem`: why an operation could not be replayed on what the miner says it received ("": none)."""
 
     differ: tuple[int, ...]
     equal: bool
+    t: int
     comparisons: tuple[Comparison, ...]
     problem: str
 
 
-class Compared(_Tagged):
+class Compared(_Tagged, frozen=True):
     """One comparison for each place asked, in order."""
 
     comparisons: tuple[Comparison, ...]
 
 
-class MeasuredStage(_Tagged):
-    """`loss`: sum of the predicted tokens' losses in nats (float64), `tokens` how many; both 0 before the last stage."""
+class MeasuredStage(_Tagged, frozen=True):
+    """`loss`: sum of the predicted tokens' losses in nats (float64), `tokens` how many; both 0 before the last."""
 
     loss: float
     tokens: int
 
 
-class Broken(_Tagged):
+class Broken(_Tagged, frozen=True):
     """The command failed on this side (out of memory, a bug): it says nothing about the miner."""
 
     text: str

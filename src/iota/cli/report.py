@@ -1,0 +1,28 @@
+"""`iota report RUN`: the end report of a run, as text, JSON and pictures."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from typing import Any
+
+import msgspec
+
+
+def add(subparsers: Any) -> None:
+    """Declare the command."""
+    parser = subparsers.add_parser("report", help="what a run learned, how fast, and who was paid why")
+    parser.add_argument("source", metavar="RUN", help="the run's folder, its run file, or its name under runs/")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Raises IotaError: no such run, no history yet, a damaged one, a full disk."""
+    from iota.lab.report import write_report
+    from iota.nodes.checkpoint import run_folder
+
+    report = write_report(run_folder(args.source))
+    text = report.pop("text")
+    sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if args.json else text)
+    return 0
