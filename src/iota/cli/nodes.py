@@ -12,6 +12,8 @@ from iota.cli.process import limit_torch, run_process, say
 if TYPE_CHECKING:
     import asyncio
 
+    from iota.nodes.peer_process import Effects, PeerOptions
+
 UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12}
 
 
@@ -41,7 +43,6 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     miner.add_argument(
         "--max-disk", type=byte_count, default=0, metavar="SIZE", help="most disk, e.g. 20G (default: no limit)"
     )
-    miner.add_argument("--owner", default="", metavar="NAME", help="who owns this machine (shown to the operator)")
     miner.set_defaults(run=run_miner)
 
     text = "replay miners' work and measure checkpoints"
@@ -67,6 +68,7 @@ def _add_peer(parser: argparse.ArgumentParser, role: str) -> None:
         metavar="SECONDS",
         help="end when the orchestrator was unreachable this long (default 0: never)",
     )
+    parser.add_argument("--owner", default="", metavar="NAME", help="who owns this machine (the operator sees it)")
     add_threads(parser)
 
 
@@ -122,39 +124,39 @@ def run_blobs(arguments: argparse.Namespace) -> int:
 
 
 def run_miner(arguments: argparse.Namespace) -> int:
-    from pathlib import Path
-
-    from iota.nodes.miner.process import MinerOptions, serve
-    from iota.nodes.real import RealClock, entropy
+    from iota.nodes.miner.process import serve
 
     limit_torch(arguments.threads)
-    options = MinerOptions(
-        url=join_url_of(arguments.url),
-        folder=Path(arguments.folder),
-        key=Path(arguments.key) if arguments.key else None,
-        device=arguments.device,
-        dtype=arguments.dtype or "",
-        max_memory=arguments.max_memory,
-        max_disk=arguments.max_disk,
-        owner=arguments.owner,
-        give_up=arguments.give_up,
-    )
-    return run_process(lambda stop: serve(options, clock=RealClock(), entropy=entropy, say=say, stop=stop))
+    return run_process(lambda stop: serve(_options(arguments), _effects(stop)))
 
 
 def run_validator(arguments: argparse.Namespace) -> int:
+    from iota.nodes.validator.process import serve
+
+    return run_process(lambda stop: serve(_options(arguments), _effects(stop)))
+
+
+def _options(arguments: argparse.Namespace) -> PeerOptions:
     from pathlib import Path
 
-    from iota.nodes.real import RealClock, entropy
-    from iota.nodes.validator.process import ValidatorOptions, serve
+    from iota.nodes.peer_process import PeerOptions
 
-    options = ValidatorOptions(
+    return PeerOptions(
         url=join_url_of(arguments.url),
         folder=Path(arguments.folder),
         key=Path(arguments.key) if arguments.key else None,
         device=arguments.device,
+        dtype=getattr(arguments, "dtype", None) or "",
         max_memory=arguments.max_memory,
+        max_disk=getattr(arguments, "max_disk", 0),
+        owner=arguments.owner,
         threads=arguments.threads,
         give_up=arguments.give_up,
     )
-    return run_process(lambda stop: serve(options, clock=RealClock(), entropy=entropy, say=say, stop=stop))
+
+
+def _effects(stop: asyncio.Event) -> Effects:
+    from iota.nodes.peer_process import Effects
+    from iota.nodes.real import RealClock, entropy
+
+    return Effects(RealClock(), entropy, say, stop)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -19,10 +20,17 @@ def add(subparsers: Any) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Raises IotaError: no such run, no history yet, a damaged one, a full disk."""
-    from iota.lab.report import write_report
     from iota.nodes.checkpoint import run_folder
 
-    report = write_report(run_folder(args.source))
-    text = report.pop("text")
-    sys.stdout.write(msgspec.json.encode(report).decode() + "\n" if args.json else text)
+    write_report(run_folder(args.source), as_json=args.json)
     return 0
+
+
+def write_report(folder: Path, *, as_json: bool = False) -> dict[str, Any]:
+    """Write the report into the run's folder, print it, and return what report.json holds. Also for `iota up`."""
+    from iota.lab import report
+
+    facts = report.write_report(folder)
+    text = facts.pop("text")
+    sys.stdout.write(msgspec.json.encode(facts).decode() + "\n" if as_json else text)
+    return facts

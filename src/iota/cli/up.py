@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from iota.nodes.folder import RunFolder
 
 LOOK_SECONDS = 0.5
-USAGE_SECONDS = 3.0
+DISK_SECONDS = 3.0
+MAX_SAMPLES = 2000
 LEAVE_SECONDS = 30.0
 """What each group of processes gets to leave in order."""
 
@@ -42,6 +43,7 @@ def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    import sys
     from pathlib import Path
 
     import msgspec
@@ -62,13 +64,13 @@ def run(arguments: argparse.Namespace) -> int:
     if not finished:
         return 130
     if not arguments.no_report:
-        from iota.cli.report import write_report
+        from iota.lab.report import write_report
 
-        path = write_report(folder.path)
+        print(write_report(folder.path)["text"], file=sys.stderr if arguments.json else sys.stdout)
         if arguments.json:
             print((folder.path / "report.json").read_text())
         else:
-            print(path.read_text() if path.suffix in (".txt", ".md") else f"report: {path}")
+            print(f"report: {folder.path / 'report.txt'}, report.json and report_*.png beside it")
     return 0
 
 
@@ -93,7 +95,7 @@ async def _supervise(config: RunConfig, folder: RunFolder, arguments: argparse.N
 
     supervisor = Supervisor(folder.logs, display.say)
     stop = asyncio.Event()
-    usage = asyncio.ensure_future(_watch_usage(folder))
+    usage = asyncio.ensure_future(_watch_disk(folder))
     with _signals(supervisor, stop, display):
         try:
             names = _start(supervisor, config, folder, arguments)
@@ -200,23 +202,24 @@ async def _follow(log: Any, display: Display) -> None:
         await asyncio.sleep(0.3)
 
 
-async def _watch_usage(folder: RunFolder) -> None:
-    """Keep the most bytes that the run's folder ever took in usage.json, for the report."""
+async def _watch_disk(folder: RunFolder) -> None:
+    """Sample what the run's folder takes on disk, for the report: disk.json, {"samples": [[Unix seconds, bytes]]}."""
     import asyncio
     import json
+    import time
 
     from iota.store.files import write_atomic
 
-    path = folder.path / "usage.json"
-    peak = 0
+    path = folder.path / "disk.json"
+    samples: list[list[float]] = []
     with contextlib.suppress(OSError, ValueError, KeyError):
-        peak = int(json.loads(path.read_text())["peak_disk_bytes"])
+        samples = json.loads(path.read_text())["samples"]
     while True:
-        now = await asyncio.to_thread(disk_bytes, str(folder.path))
-        if now > peak:
-            peak = now
-            write_atomic(path, [json.dumps({"peak_disk_bytes": peak}).encode()], durable=False)
-        await asyncio.sleep(USAGE_SECONDS)
+        samples.append([time.time(), await asyncio.to_thread(disk_bytes, str(folder.path))])
+        if len(samples) > MAX_SAMPLES:  # keep the larger of each two neighbours
+            samples = [max(pair, key=lambda row: row[1]) for pair in zip(samples[::2], samples[1::2], strict=False)]
+        write_atomic(path, [json.dumps({"samples": samples}).encode()], durable=False)
+        await asyncio.sleep(DISK_SECONDS)
 
 
 def disk_bytes(folder: str) -> int:

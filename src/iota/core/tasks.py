@@ -319,8 +319,8 @@ class Failed(_Frozen):
 
 
 class Comparison(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """One compared thing: `kind` forward | backward | change | m | v | loss | upload, cosine and norm ratio (theirs /
-    ours; both always finite)."""
+    """One compared thing: `kind` forward | backward | change | m | v | direction | loss | upload, cosine and norm ratio
+    (theirs / ours; both always finite)."""
 
     kind: str
     sample: int

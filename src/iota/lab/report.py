@@ -2,9 +2,9 @@
 
     iota report RUN        (also written by `iota up` when a run ends)
 
-Reads the run's folder only (history.json, the newest merged weights, file sizes), so it works while the swarm runs and
-long after. Writes report.txt, report.json and, with matplotlib, report_*.png into the folder. What is missing is said in
-a line, never made up.
+Reads the run's folder only (history.json, the newest merged weights, file sizes), so it works while the swarm runs
+and long after. Writes report.txt, report.json and, with matplotlib, report_*.png into the folder. What is missing is
+said in a line, never made up.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from iota.lab import report_facts, report_plots, report_text
 from iota.model.generate import Sampling
 from iota.nodes import checkpoint as run_folder
 from iota.nodes.export import open_run, prompt_ids
-from iota.store.files import write_atomic
+from iota.store.files import disk_error, write_atomic
 
 DISK = "disk.json"
 """Written by `iota up`: {"samples": [[Unix seconds, bytes of run and node folders], ...]}."""
@@ -62,6 +62,8 @@ def build(history: report_facts.History, folder: Path) -> dict[str, Any]:
     facts["generated"], facts["generated_why"] = generated(folder)
     try:
         facts["pictures"] = report_plots.draw(facts, folder)
+    except OSError as error:
+        raise disk_error(error, folder / "report_loss.png", None) from error
     except ModuleNotFoundError as error:
         facts["pictures"] = []
         notices.append(f"no pictures, {error.name} is not installed: pip install 'iota-train[plots]'")
@@ -75,7 +77,7 @@ def build(history: report_facts.History, folder: Path) -> dict[str, Any]:
 
 
 def peak_disk(folder: Path, notices: list[str]) -> tuple[int, str]:
-    """Most bytes that run and node folders took, over the samples of `iota up` and now; and where the number is from."""
+    """Most bytes that run and node folders took, over the samples of `iota up` and now; and where that is from."""
     now = folder_bytes(folder)
     path = folder / DISK
     if not path.is_file():

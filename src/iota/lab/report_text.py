@@ -173,10 +173,11 @@ def epoch(facts: Facts) -> list[str]:
     first, last = (audit.get("steps") or [0, 0])[:2]
     key = audit.get("miner", "")
     lines.append(
-        f"  Beside it, the audit of miner {short(key)} (stage {audit.get('stage')}, {shown['passes'].get(key, 0)} passes, "
-        f"{shown['steps'].get(key, 0)} steps): drawn when REDUCE began, steps {first} to {last} replayed by validator "
-        f"{short(audit.get('validator') or 'nobody')} in {num(audit.get('seconds'), '.1f')} s: "
-        f"{audit.get('verdict') or 'still open'}. {cut(audit.get('why') or '', 120)}"
+        f"  Beside it, the audit of miner {short(key)} (stage {audit.get('stage')}, "
+        f"{shown['passes'].get(key, 0)} passes, {shown['steps'].get(key, 0)} steps): drawn when REDUCE began, "
+        f"steps {first} to {last} replayed by validator {short(audit.get('validator') or 'nobody')} in "
+        f"{num(audit.get('seconds'), '.1f')} s: {audit.get('verdict') or 'still open'}. "
+        f"{cut(audit.get('why') or '', 120)}"
     )
     return lines
 

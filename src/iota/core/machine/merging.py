@@ -325,6 +325,11 @@ def record_report(
 # ---------------------------------------------------------------------------------------------------- settle
 
 
+def reassigned(mc: Machine) -> int:
+    """How many shards of this epoch were given to new owners."""
+    return sum(len(owners) for merge in mc.state.merges.values() for owners in merge.extra_owners.values())
+
+
 def settle(mc: Machine, now: float, late: bool) -> bool:
     """Settle what can be settled; True when every shard of every stage is."""
     return all([_settle_stage(mc, merge, now, late) for merge in list(mc.state.merges.values())])
@@ -354,14 +359,14 @@ def _settle_shard(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: i
         by_key,
         gone=gone,
         third=third[2] if third else None,
-        late=expired or late,
+        late=expired or (late and bool(by_key or extra)),
         replacement=s.members[extra[-1]].key if extra else None,
     )
     if outcome.kind == "dispute" and since is None:
         mc.soft.disputed_at[(merge.stage, shard)] = now
         mc.wake_everyone()
     elif outcome.kind == "orphaned":
-        _reassign(mc, merge, plan, shard, keys)
+        _reassign(mc, merge, plan, shard, keys, late)
     elif outcome.kind in ("kept", "zero") and third is None:
         mc.soft.keep_wanted[(merge.stage, shard)] = outcome.why
     elif outcome.final:
@@ -413,9 +418,16 @@ def _can_recompute(mc: Machine, m: Member, now: float) -> bool:
     return now - mc.soft.seen.get(m.number, 0.0) < mc.state.config.merge.dispute_limit
 
 
-def _reassign(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: int, dead: tuple[Key, ...]) -> None:
+def _reassign(
+    mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: int, dead: tuple[Key, ...], late: bool
+) -> None:
+    """Give an orphan to a member that can still reduce (and, when the phase is at its end, has done its own part)."""
     s = mc.state
-    live = [s.members[n].key for n in merge.members if _can_reduce(mc, s.members[n])]
+    live = [
+        s.members[n].key
+        for n in merge.members
+        if _can_reduce(mc, s.members[n]) and not (late and _owed(mc, merge, n))
+    ]
     new = butterfly.reassign(shard, dead, live, plan.seed)
     if new is None:
         mc.soft.keep_wanted[(merge.stage, shard)] = "both owners are gone and nobody of the merge is left"

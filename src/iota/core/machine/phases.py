@@ -202,7 +202,11 @@ def _upload(mc: Machine, now: float) -> None:
 
 
 def _reduce(mc: Machine, now: float) -> None:
-    if not merging.settle(mc, now, due(mc, now)):
+    late, before = due(mc, now), merging.reassigned(mc)
+    if not merging.settle(mc, now, late):
+        if late and merging.reassigned(mc) > before:  # once for each orphan: a new owner has until the same limit again
+            until = now + limit(mc, "reduce", mc.state.config.merge.dispute_limit)
+            begin(mc, "reduce", now, until, "shards whose owners are gone were given to others")
         return
     merging.finish_stages(mc)
     begin(mc, "sync", now, now + limit(mc, "sync", 1.0), "every shard is settled")

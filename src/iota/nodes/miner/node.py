@@ -160,6 +160,8 @@ class Miner:
             for notice in work.notices:
                 self._report(notice)
             await self._calm(work)
+            if isinstance(answer.task, tasks.Wait):
+                await shower.rest()
 
     async def _exchange(self, work: Work, shower: Shower) -> Heard:
         """Bring a result, hear what is next. A result that the orchestrator cannot take is withdrawn."""

@@ -15,6 +15,8 @@ from iota.store.remote import Objects
 OURS = ("no_object", "bad_evidence")
 """Errors that trying again cannot cure: we do not have what is asked for."""
 
+FIRST_LULL, LONGEST_LULL = 0.02, 0.5
+
 
 def note_drawn(retention: Retention, session: int, show: tasks.Show) -> None:
     """Keep what this audit needs beyond the draw."""
@@ -60,6 +62,7 @@ class Shower:
         self._running: dict[int, asyncio.Task[None]] = {}
         self._told: list[tasks.Shown] = []
         self._done: set[int] = set()
+        self._lull = FIRST_LULL
 
     async def ask(self, shows: tuple[tasks.Show, ...]) -> None:
         """Begin what is new; an audit under way or done is left alone (it is asked for with every answer)."""
@@ -75,6 +78,15 @@ class Shower:
 
     def delivered(self, shown: tuple[tasks.Shown, ...]) -> None:
         self._told = [row for row in self._told if row not in shown]
+
+    async def rest(self) -> None:
+        """Between polls while evidence is owed. The orchestrator repeats what is owed in answers that it does not hold,
+        so asking again at once would spin; the pause grows from 20 ms to half a second, and ends when an upload does."""
+        if not self._running or self._told:
+            self._lull = FIRST_LULL
+            return
+        await asyncio.wait(list(self._running.values()), timeout=self._lull, return_when=asyncio.FIRST_COMPLETED)
+        self._lull = min(2 * self._lull, LONGEST_LULL)
 
     async def _show(self, show: tasks.Show) -> None:
         try:

@@ -160,7 +160,7 @@ def _all_told(node: Orchestrator, now: float) -> bool:
     if now - state.phase_at >= TELL_SECONDS:
         return True
     seen = node.machine.soft.seen
-    return all(seen.get(m.number, 0.0) > state.phase_at for m in state.members if m.alive)
+    return all(seen.get(m.number, 0.0) >= state.phase_at for m in state.members if m.alive)
 
 
 def write_history(node: Orchestrator, folder: RunFolder) -> None:

@@ -283,7 +283,12 @@ def _records(data: bytes, wanted: set[Digest]) -> dict[Digest, list[evidence.Rec
     return found
 
 
-_NAMES = {"change": "the segment's change of weights", "m": "the first moment", "v": "the second moment"}
+_NAMES = {
+    "change": "the segment's change of weights",
+    "m": "the first moment",
+    "v": "the second moment",
+    "direction": "the direction of the moments, m / sqrt(v)",
+}
 
 
 def _numbers(c: Comparison) -> str:

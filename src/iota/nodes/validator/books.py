@@ -46,7 +46,7 @@ def check_books(sheet: AuditSheet, transcript: Transcript, run: str, epoch: int,
     places = _places(transcript.heads(), facts.heads)
     if not places or places[-1] != len(entries) - 1:
         raise Contradiction("the transcript does not end with the committed head")
-    _check_shape(entries, sheet.checkpoint.root())
+    _check_shape(entries, sheet.checkpoint.root(), last_stage)
     _check_reported(entries, places[:-1], facts)
     counted = _counted(entries, last_stage)
     if tuple(entries[place].sample for place in counted) != facts.accepted:
@@ -74,13 +74,17 @@ def _places(heads: list[Digest], reported: tuple[Digest, ...]) -> list[int]:
     return places
 
 
-def _check_shape(entries: tuple[Entry, ...], root: Digest) -> None:
+def _check_shape(entries: tuple[Entry, ...], root: Digest, last_stage: bool) -> None:
     first = entries[0]
     if first.op != "load" or first.inp != root:
         raise Contradiction("the transcript does not begin by loading the epoch's checkpoint")
     for number, entry in enumerate(entries):
         if entry.op not in OPS or (entry.op == "load" and number > 0):
             raise Contradiction(f"entry {number} is a {entry.op[:16]!r} operation, which has no place there")
+        if last_stage and (entry.op == "backward" or (entry.op == "forward" and entry.loss is None)):
+            raise Contradiction(f"entry {number}: at the last stage every pass is a forward with its loss")
+        if not last_stage and entry.loss is not None:
+            raise Contradiction(f"entry {number} has a loss, which only the last stage computes")
         if entry.op in PASSES and entry.sample < 0:
             raise Contradiction(f"entry {number} is a pass of no sample")
         if entry.op == "drop" and entries[number - 1].op not in PASSES:
@@ -91,8 +95,8 @@ def _check_reported(entries: tuple[Entry, ...], places: list[int], facts: MinerF
     """Each accepted result must be the operation that its head ends with."""
     for number, place in enumerate(places):
         entry = entries[place]
-        if entry.op not in PASSES:
-            raise Contradiction(f"accepted result {number} is a {entry.op} in the transcript")
+        if entry.op not in PASSES or (entry.op == "forward" and entry.out == "" and entry.loss is None):
+            raise Contradiction(f"accepted result {number} is no pass in the transcript but a {entry.op}")
         if number < len(facts.outs) and facts.outs[number] != entry.out:
             raise Contradiction(f"result {number} (sample {entry.sample}) sent another output than its transcript says")
         if number < len(facts.losses) and facts.losses[number] != entry.loss:

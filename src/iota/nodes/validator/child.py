@@ -19,6 +19,7 @@ from typing import Any, BinaryIO, TypeVar
 import msgspec
 
 from iota.config.schema import RunConfig
+from iota.errors import IotaError
 from iota.nodes.effects import Clock
 from iota.nodes.validator.jobs import Answer, Broken, Buffer, Command, Ready, ReplayFailed, Setup
 
@@ -43,7 +44,7 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 class ChildReplayer:
     """`Replayer` in a process of its own, started at the first command and kept.
 
-    `threads`: of torch there; `memory`: bytes that it may take on top of its start size (0: no limit). A child that
+    `device` as `pick_device` takes it; `threads`: of torch there; `memory`: bytes that it may take on top of its start size (0: no limit). A child that
     dies, breaks, is too slow, or whose command is cancelled, is killed; the next command starts another.
     """
 
@@ -168,6 +169,7 @@ def main(threads: str) -> None:
 def _serve(source: BinaryIO, sink: BinaryIO, threads: int) -> None:
     import torch
 
+    from iota.nodes.miner.device import pick_device
     from iota.nodes.validator.engine import Engine
 
     torch.set_num_threads(threads)
@@ -176,14 +178,20 @@ def _serve(source: BinaryIO, sink: BinaryIO, threads: int) -> None:
         command, buffers = frame
         try:
             if isinstance(command, Setup):
-                engine = Engine(command.config, command.cuts, command.device, command.dtype)
-                if command.memory and command.device == "cpu":
+                device = pick_device(command.device)
+                engine = Engine(command.config, command.cuts, device, command.dtype)
+                if command.memory and device == "cpu":
                     _limit_memory(command.memory)
                 answer: Answer = Ready()
             else:
                 assert engine is not None, "set up first"
                 answer = engine.handle(command, buffers)
-        except (MemoryError, RuntimeError, ValueError) as error:  # torch reports lack of memory as RuntimeError
+        except (
+            MemoryError,
+            RuntimeError,
+            ValueError,
+            IotaError,
+        ) as error:  # torch reports lack of memory as RuntimeError
             answer = Broken(text=f"{type(error).__name__}: {str(error)[:400]}")
         data = msgspec.msgpack.encode(answer)
         sink.write(len(data).to_bytes(4, "little") + data)

@@ -38,7 +38,7 @@ from iota.nodes.validator.jobs import (
 )
 
 STATES = 6
-"""Buffers of a `Replay` before its tensors."""
+"""Buffers of a `Replay` before its tensors: three at its start, three at its end."""
 
 
 class Engine:
@@ -107,8 +107,18 @@ class Engine:
                 compare("change", NONE, stop[0], ours[0], start[0]),
                 compare("m", NONE, stop[1], ours[1]),
                 compare("v", NONE, stop[2], ours[2]),
+                compare("direction", NONE, self._direction(stop[1], stop[2]), self._direction(ours[1], ours[2])),
             ]
         return Replayed(differ=tuple(self._kept), equal=equal, t=state.t, comparisons=tuple(rows), problem="")
+
+    def _direction(self, m: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """m / (sqrt(v) + eps): what the next step would do. A few forged tiny v poison every later step and hardly show
+        in v's own norm; here they stand out."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            out: np.ndarray = np.sqrt(v)
+            out += np.float32(self.config.train.eps)
+            np.divide(m, out, out=out)
+        return out
 
     def _compare(self, command: Compare, buffers: Sequence[Buffer]) -> Compared:
         rows = []

@@ -98,8 +98,9 @@ class Ready(_Tagged, frozen=True):
 
 class Replayed(_Tagged, frozen=True):
     """`differ`: places of operations whose output digest differs from the committed one; `equal`: the state at the end
-    has the committed digest; `t`: Adam's step count there; `comparisons`: change, m and v when it has not, and losses
-    that differ. `problem`: why an operation could not be replayed on what the miner says it received ("": none)."""
+    has the committed digest; `t`: Adam's step count there; `comparisons`: change, m, v and direction when it has not,
+    and losses that differ. `problem`: why an operation could not be replayed on what the miner says it received ("":
+    none)."""
 
     differ: tuple[int, ...]
     equal: bool

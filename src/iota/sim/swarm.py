@@ -1,0 +1,213 @@
+"""A whole swarm in one process under virtual time: the same node code, real torch, simulated machines and network.
+
+The orchestrator's journal and the blob store outlive crashes, as disks do; everything else of a killed machine is lost.
+Compute costs virtual seconds by a cost model, so a second of training takes a moment and the order of events is the
+same at every run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from iota.config.schema import Manifest, RunConfig
+from iota.core.machine import events as ev
+from iota.core.machine.state import RunState
+from iota.net.peer import Caller
+from iota.nodes.miner.node import Miner, MinerSettings
+from iota.nodes.miner.stage import StageWorker
+from iota.nodes.orchestrator.create import create_run
+from iota.nodes.orchestrator.node import Orchestrator
+from iota.nodes.validator.engine import Engine
+from iota.nodes.validator.inline import InlineReplayer
+from iota.nodes.validator.node import Validator
+from iota.sim.effects import Cost, Host, seeded_entropy
+from iota.sim.faults import FaultPlan, Injector
+from iota.sim.loop import VirtualLoop
+from iota.sim.network import Link, SimNetwork, SimObjects
+from iota.store.blobs import MemoryBlobs
+from iota.store.journal import MemoryJournal
+from iota.store.manifest import OBJECT
+from iota.store.remote import DirectObjects
+from iota.wire.keys import Identity
+
+ORCHESTRATOR = "orchestrator"
+STORE = "store"
+BLOB_URL = "http://store"
+
+
+def identity_of(seed: int, name: str) -> Identity:
+    """A node's key, fixed by the simulation's seed and its name."""
+    return Identity.new(seeded_entropy(seed, f"key of {name}")(32))
+
+
+def steady(seconds: float) -> Cost:
+    """A cost model in which every piece of work takes the same virtual time."""
+    return lambda work, args: seconds
+
+
+class Swarm:
+    """Orchestrator, miners and validators of one run. `folder`: scratch space for miners' evidence.
+
+    `workers[name]` replaces a miner's StageWorker (adversaries); `speeds[name]` multiplies its compute time."""
+
+    def __init__(
+        self,
+        loop: VirtualLoop,
+        config: RunConfig,
+        folder: Path,
+        *,
+        miners: int,
+        validators: int = 1,
+        seed: int = 0,
+        plan: FaultPlan | None = None,
+        cost: float = 0.05,
+        link: Link | None = None,
+        workers: dict[str, type[StageWorker]] | None = None,
+        speeds: dict[str, float] | None = None,
+    ) -> None:
+        self.loop, self.config, self.folder, self.seed = loop, config, folder, seed
+        self.names = [f"miner-{i}" for i in range(miners)] + [f"validator-{i}" for i in range(validators)]
+        self.blobs = MemoryBlobs()
+        self.journal: MemoryJournal | None = None
+        self.manifest: Manifest | None = None
+        self.reports: list[tuple[float, str, str]] = []
+        self.orchestrator: Orchestrator | None = None
+        self.miners: dict[str, Miner] = {}
+        self.ended: dict[str, str] = {}
+        self._identity = identity_of(seed, ORCHESTRATOR)
+        self._cost, self._workers, self._speeds = cost, workers or {}, speeds or {}
+        self._starts: dict[str, int] = {}
+        self.injector = Injector(loop, plan or FaultPlan(()), on_crash=lambda name: None, on_restart=self._restart)
+        self.network = SimNetwork(loop, seed, self.injector, link or Link(latency=0.005, jitter=0.5))
+
+    # --------------------------------------------------------------------------------------------------- lifetime
+
+    async def start(self) -> None:
+        """Create the run and start every node."""
+        now, key = self.loop.now(), self._identity.key
+        self.manifest = await create_run(self.config, self.blobs, key, now, self._identity.sign)
+        self.journal = MemoryJournal(self.manifest.run)
+        await self.start_node(ORCHESTRATOR)
+        for name in self.names:
+            await self.start_node(name)
+
+    async def finish(self) -> RunState:
+        """Wait until the run has ended and every node heard so; returns the final state."""
+        while not (self.orchestrator is not None and self.orchestrator.finished):
+            await asyncio.sleep(0.5)
+        for _ in range(60):
+            if all(name in self.ended for name in self.names):
+                break
+            await asyncio.sleep(0.5)
+        return await self.close()
+
+    async def close(self) -> RunState:
+        assert self.orchestrator is not None
+        state = self.orchestrator.machine.state
+        await self.orchestrator.close()
+        for host in list(self.injector.hosts.values()):
+            host.kill()
+        await self.network.close()
+        return state
+
+    @property
+    def state(self) -> RunState:
+        assert self.orchestrator is not None
+        return self.orchestrator.machine.state
+
+    def events(self) -> list[ev.Event]:
+        """The journal so far."""
+        assert self.journal is not None
+        return [ev.decode(row.payload) for row in self.journal.replay()]
+
+    def key(self, name: str) -> str:
+        return identity_of(self.seed, name).key
+
+    # ------------------------------------------------------------------------------------------------------ nodes
+
+    async def start_node(self, name: str) -> None:
+        """Start a node, or start it again after a crash."""
+        incarnation = self._starts[name] = self._starts.get(name, -1) + 1
+        seconds = self._cost * self._speeds.get(name, 1.0)
+        host = Host(self.loop, name, seed=self.seed, incarnation=incarnation, cost=steady(seconds))
+        self.injector.attach(host)
+        self.network.attach(host)
+        self.ended.pop(name, None)
+        if name == ORCHESTRATOR:
+            await self._start_orchestrator(host)
+        elif name.startswith("miner"):
+            host.spawn(self._live(name, self._miner(host).run()), name)
+        else:
+            host.spawn(self._live(name, self._validator(host).run()), name)
+
+    def crash(self, name: str) -> None:
+        """kill -9 a node's machine; `start_node` starts it again."""
+        self.injector.hosts[name].kill()
+
+    async def _live(self, name: str, life: asyncio.Future[str] | object) -> None:
+        self.ended[name] = await life  # type: ignore[misc]
+
+    async def _start_orchestrator(self, host: Host) -> None:
+        assert self.manifest is not None and self.journal is not None
+        self.journal.reopen()
+        node = Orchestrator(
+            self.manifest,
+            await self.blobs.get(OBJECT),
+            self._identity,
+            seeded_entropy(self.seed, "secret")(32).hex(),
+            journal=self.journal,
+            blobs=self.blobs,
+            blob_url=BLOB_URL,
+            clock=host.clock,
+            entropy=host.entropy,
+            stop=self.config.stop,
+        )
+        await node.open()
+        self.orchestrator = node
+        self.network.listen(ORCHESTRATOR, node.handler, node=ORCHESTRATOR, limit=node.message_limit)
+        host.spawn(node.run(), "ticks")
+
+    def _caller(self, host: Host) -> Caller:
+        channel = self.network.channel(host.name, ORCHESTRATOR)
+        return Caller(identity_of(self.seed, host.name), channel, self._identity.key, "", host.clock.now)
+
+    def _objects(self, host: Host) -> SimObjects:
+        direct = DirectObjects(self.blobs, self._identity.key, self.loop.now)
+        return SimObjects(direct, self.network, host.name, STORE)
+
+    def _report(self, name: str) -> Callable[[str], None]:
+        return lambda text: self.reports.append((self.loop.time(), name, text))
+
+    def _miner(self, host: Host) -> Miner:
+        folder = self.folder / host.name
+        folder.mkdir(parents=True, exist_ok=True)
+        miner = self.miners[host.name] = Miner(
+            MinerSettings(folder=folder),
+            self._caller(host),
+            self._objects(host),
+            clock=host.clock,
+            compute=host.compute,
+            entropy=host.entropy,
+            report=self._report(host.name),
+            worker_class=self._workers.get(host.name, StageWorker),
+        )
+        return miner
+
+    def _validator(self, host: Host) -> Validator:
+        folder = self.folder / host.name
+        folder.mkdir(parents=True, exist_ok=True)
+        return Validator(
+            folder,
+            self._caller(host),
+            self._objects(host),
+            InlineReplayer(Engine(), host.compute),
+            clock=host.clock,
+            compute=host.compute,
+            entropy=host.entropy,
+            report=self._report(host.name),
+        )
+
+    def _restart(self, name: str) -> None:
+        self.loop.create_task(self.start_node(name), name=f"restart {name}")
