@@ -52,9 +52,9 @@ def test_progress_counts_parts_of_what_straddles_an_edge():
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A run file, its configuration, and samples, of the smallest model with two miners a stage."""
+    """A run file, its configuration, and samples, of the smallest model with one miner a stage."""
     config = load_run(RECIPES / "tiny.toml")
-    swarm = msgspec.structs.replace(config.swarm, miners=6, validators=0)
+    swarm = msgspec.structs.replace(config.swarm, miners=3, validators=0)
     config = check(msgspec.structs.replace(config, swarm=swarm))
     run, samples = tmp_path / "run.toml", tmp_path / "samples.npy"
     run.write_text(save_run(config))

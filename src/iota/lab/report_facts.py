@@ -267,12 +267,12 @@ def zero_reason(history: History, key: str, epoch: int, passes: Mapping[int, Map
     closed = [a for a in audits if a.get("state") == "closed"]
     invalid = [a for a in closed if a.get("verdict") == "invalid"]
     if invalid and not any(a.get("verdict") == "valid" for a in closed):
-        return f"its audit of epoch {invalid[-1]['epoch']} was invalid: {invalid[-1].get('why', '')}"
+        return f"its audits were invalid: {invalid[-1].get('why', '')}"
     if not audits:
         return "none of its passes was drawn for an audit: withheld, then burned for a newcomer"
     if not any(a.get("verdict") == "valid" for a in closed):
         last = closed[-1] if closed else audits[-1]
-        return f"withheld, its audit of epoch {last['epoch']} gave no verdict: {last.get('why') or 'still open'}"
+        return f"withheld, its audits gave no verdict: {last.get('why') or 'still open'}"
     if not passes.get(epoch, {}).get(key):
         return "nothing accepted in that epoch, and older passes no longer count or were not yet verified"
     return "its passes were not verified by then, or its share rounds to zero (see iota explain)"

@@ -11,8 +11,9 @@ from typing import Any
 
 WIDTH = 100
 BAR = 40
+EPOCH_BAR = 28
 MAX_EPOCHS = 10
-MAX_MINERS = 16
+MAX_MINERS = 12
 MAX_MATRIX = 12
 SAMPLE_LINES = 8
 NONE = "-"
@@ -163,10 +164,11 @@ def epoch(facts: Facts) -> list[str]:
     end = max((span["end"] for span in phases), default=0.0)
     lines = [f"EPOCH {shown['epoch']} AS IT HAPPENED (seconds since it opened; # is when the phase ran)"]
     for span in phases:
-        begin, stop = (round(BAR * at / end) if end > 0 else 0 for at in (span["begin"], span["end"]))
-        bar = (" " * min(begin, BAR - 1) + "#" * max(1, stop - begin))[:BAR]
-        why = cut(span["why"], 34) or ("the epoch opened" if span["phase"] == "train" else "")
-        lines.append(f"  {span['phase']:<7}{span['begin']:>7.1f} to {span['end']:>6.1f} |{bar:<{BAR}}| {why}")
+        begin, stop = (round(EPOCH_BAR * at / end) if end > 0 else 0 for at in (span["begin"], span["end"]))
+        bar = (" " * min(begin, EPOCH_BAR - 1) + "#" * max(1, stop - begin))[:EPOCH_BAR]
+        line = f"  {span['phase']:<7}{span['begin']:>7.1f} to {span['end']:>6.1f} |{bar:<{EPOCH_BAR}}| "
+        why = span["why"] or ("the epoch opened" if span["phase"] == "train" else "")
+        lines.append(line + cut(why, WIDTH - len(line)))
     audit = shown["audit"]
     if audit is None:
         return [*lines, "  No miner was audited in this epoch."]
@@ -186,14 +188,17 @@ def matrices(facts: Facts) -> list[str]:
     shown = facts["agreement"]
     if shown is None:
         return ["AGREEMENT: no stage has merged yet."]
-    lines = [f"AGREEMENT in epoch {shown['epoch']} (shards on which both owners' digests were equal / not equal)"]
+    lines = [f"AGREEMENT in epoch {shown['epoch']} (shards on which two owners' digests were equal / not equal)"]
     for stage, matrix in shown["stages"].items():
         members, how = matrix["members"], matrix["settled"]
         settled = ", ".join(f"{count} {name}" for name, count in sorted(how.items())) or "none"
         wrong = [short(key) for key, row in zip(members, matrix["disagree"], strict=True) if any(row)]
         differing = f"; NOT equal: {', '.join(wrong[:MAX_MATRIX])}" if wrong else ""
         lines.append(f"  stage {stage}: {len(members)} merged, shards settled: {settled}{differing}")
-        if 2 <= len(members) <= MAX_MATRIX and (len(members) > 2 or len(shown["stages"]) <= 4):
+        if len(members) == 2:
+            both = f"{matrix['agree'][0][1]}/{matrix['disagree'][0][1]}"
+            lines.append(f"    {short(members[0])} and {short(members[1])}: {both}")
+        elif 2 < len(members) <= MAX_MATRIX:
             lines.append(f"    {'':<9}" + "".join(f"{key[:6]:>7}" for key in members))
             for i, key in enumerate(members):
                 cells = [
@@ -213,9 +218,9 @@ def audits(facts: Facts) -> list[str]:
             continue
         key, row = item
         worst = f"{num(row['worst_cosine'], '.6f')} {row['worst_kind']}"
-        why = f"  {cut(row['why'], 40)}" if row["why"] else ""
         counts = f"{row['valid']:>7}{row['invalid']:>9}{row['inconclusive']:>14}{row['open']:>6}"
-        rows.append(f"  {short(key):<9}{row['stage']:>5}{counts}  {worst:<18}{why}".rstrip())
+        line = f"  {short(key):<9}{row['stage']:>5}{counts}  {worst:<17}"
+        rows.append(f"{line} {cut(row['why'], WIDTH - len(line) - 1)}".rstrip())
     if not rows:
         return [lines[0], "  No miner yet."]
     header = f"  {'miner':<9}{'stage':>5}{'valid':>7}{'invalid':>9}{'inconclusive':>14}{'open':>6}  worst cosine"

@@ -21,7 +21,7 @@ from iota.nodes.orchestrator.create import create_run
 from iota.nodes.orchestrator.node import Orchestrator
 from iota.nodes.validator.engine import Engine
 from iota.nodes.validator.inline import InlineReplayer
-from iota.nodes.validator.node import Validator
+from iota.nodes.validator.node import Validator, ValidatorSettings
 from iota.sim.effects import Cost, Host, seeded_entropy
 from iota.sim.faults import FaultPlan, Injector
 from iota.sim.loop import VirtualLoop
@@ -198,11 +198,16 @@ class Swarm:
     def _validator(self, host: Host) -> Validator:
         folder = self.folder / host.name
         folder.mkdir(parents=True, exist_ok=True)
+
+        def replayer(manifest: Manifest) -> InlineReplayer:
+            engine = Engine(manifest.config, manifest.cuts, "cpu", manifest.config.train.dtype)
+            return InlineReplayer(engine, host.compute)
+
         return Validator(
-            folder,
+            ValidatorSettings(folder=folder),
             self._caller(host),
             self._objects(host),
-            InlineReplayer(Engine(), host.compute),
+            replayer,
             clock=host.clock,
             compute=host.compute,
             entropy=host.entropy,
