@@ -159,9 +159,7 @@ class Peer:
     def send(self, result: tasks.Result | None, lose_reply: bool = False) -> None:
         self.seq += 1
         shown, self.shown = tuple(self.shown), []
-        self.turn = tasks.Turn(
-            session=self.session, seq=self.seq, result=result, shown=shown, draining=self.draining
-        )
+        self.turn = tasks.Turn(session=self.session, seq=self.seq, result=result, shown=shown, draining=self.draining)
         self.repeat(lose_reply)
 
     def repeat(self, lose_reply: bool = False) -> Outcome | None:

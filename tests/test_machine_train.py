@@ -196,9 +196,7 @@ def test_session_rules() -> None:
     with pytest.raises(Refused) as refused:
         swarm.call(lambda mc, now: mc.turn("0" * 64, idle, "b", now))
     assert refused.value.code == "unknown_key"
-    request = tasks.Join(
-        role="validator", token="", software="", device="", dtype="", memory=0, disk=0, owner=""
-    )
+    request = tasks.Join(role="validator", token="", software="", device="", dtype="", memory=0, disk=0, owner="")
     with pytest.raises(Refused) as refused:
         swarm.call(lambda mc, now: mc.join(miner.key, request, "t", now))
     assert refused.value.code == "wrong_role"

@@ -49,7 +49,9 @@ def loss(facts: Facts, figure: Any) -> Any:
     axes = drawn.subplots()
     if points:
         axes.plot(*zip(*points, strict=True), marker="o", color="#2a6f97", label="held-out text")
-        axes.annotate(num(points[-1][1]), points[-1], textcoords="offset points", xytext=(4, 8), color="#2a6f97")
+        axes.annotate(
+            num(points[-1][1]), points[-1], textcoords="offset points", xytext=(0, -14), ha="center", color="#2a6f97"
+        )
     if trained:
         axes.plot(*zip(*trained, strict=True), marker=".", color="#61a5c2", linestyle=":", label="while training")
     for value, name, colour in (
@@ -107,7 +109,7 @@ def epoch(facts: Facts, figure: Any) -> Any:
 
 
 def agreement(facts: Facts, figure: Any) -> Any:
-    """One matrix a stage: the share of common shards on which two owners agreed; grey where they share none."""
+    """One matrix a stage: the share of common shards on which two owners agreed; white where they share none."""
     shown = facts["agreement"]
     stages = [(stage, matrix) for stage, matrix in (shown or {}).get("stages", {}).items() if matrix["members"]][:12]
     if shown is None or not stages:
@@ -122,8 +124,8 @@ def agreement(facts: Facts, figure: Any) -> Any:
     for axes, (stage, matrix) in zip(grid.flat, stages, strict=False):
         count = len(matrix["members"])
         cells = [[_share(matrix, i, j) for j in range(count)] for i in range(count)]
-        axes.set_facecolor("#dddddd")
-        image = axes.imshow(cells, vmin=0, vmax=1, cmap="RdYlGn")
+        axes.set_facecolor("white")
+        image = axes.imshow(cells, vmin=0, vmax=1, cmap="coolwarm_r")
         keys = [key[:6] for key in matrix["members"]]
         axes.set_xticks(range(count), keys, rotation=90, fontsize=7)
         axes.set_yticks(range(count), keys, fontsize=7)
@@ -132,7 +134,8 @@ def agreement(facts: Facts, figure: Any) -> Any:
             for j in range(count):
                 if i != j and matrix["agree"][i][j] + matrix["disagree"][i][j]:
                     told = f"{matrix['agree'][i][j]}/{matrix['disagree'][i][j]}"
-                    axes.text(j, i, told, ha="center", va="center", fontsize=8)
+                    colour = "white" if abs(cells[i][j] - 0.5) > 0.3 else "black"
+                    axes.text(j, i, told, ha="center", va="center", fontsize=9, color=colour, weight="bold")
     drawn.colorbar(image, ax=grid, shrink=0.7, label="share of common shards that agree")
     drawn.suptitle(f"Agreement in epoch {shown['epoch']} (equal / not equal)", fontsize=11)
     return drawn

@@ -18,13 +18,13 @@ def policy(mc: Machine) -> pay.Policy:
 
 
 def close_epochs(mc: Machine) -> None:
-    """Close, in order, every epoch whose merge is drawn and whose audits are all closed."""
+    """Close, in order, every epoch whose merge is drawn and whose audits, redrawn ones of epochs before too, are closed."""
     s = mc.state
     while True:
         epoch = len(s.ledger) + 1
         record = s.epochs.get(epoch)
         drawn = record is not None and (epoch < s.epoch or s.phase in ("reduce", "sync", "finishing", "finished"))
-        if not drawn or any(a.epoch == epoch and a.state != "closed" for a in mc.open_audits()):
+        if not drawn or any(a.epoch <= epoch for a in mc.open_audits()):
             return
         mc.emit(ev.EpochPaid(ledger.append(s.ledger, s.run, epoch, _credits(mc, epoch), policy(mc))))
 

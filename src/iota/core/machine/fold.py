@@ -119,11 +119,13 @@ def _declined(s: RunState, e: ev.Declined) -> None:
 
 
 def _phase_began(s: RunState, e: ev.PhaseBegan) -> None:
-    s.phase, s.epoch, s.phase_at, s.phase_until, s.phase_why = e.phase, e.epoch, e.at, e.until, e.why
+    again = s.phase == e.phase and s.epoch == e.epoch  # a new deadline of the same phase
+    s.phase_at = s.phase_at if again else e.at
+    s.phase, s.epoch, s.phase_until, s.phase_why = e.phase, e.epoch, e.until, e.why
     s.announced = e.members or s.announced
     record = s.epochs.get(e.epoch)
     if record is not None:
-        record.began[e.phase] = e.at
+        record.began[e.phase] = s.phase_at
         record.until[e.phase] = e.until
         record.why[e.phase] = e.why
         if e.phase == "finishing":

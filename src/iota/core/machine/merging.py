@@ -424,9 +424,7 @@ def _reassign(
     """Give an orphan to a member that can still reduce (and, when the phase is at its end, has done its own part)."""
     s = mc.state
     live = [
-        s.members[n].key
-        for n in merge.members
-        if _can_reduce(mc, s.members[n]) and not (late and _owed(mc, merge, n))
+        s.members[n].key for n in merge.members if _can_reduce(mc, s.members[n]) and not (late and _owed(mc, merge, n))
     ]
     new = butterfly.reassign(shard, dead, live, plan.seed)
     if new is None:

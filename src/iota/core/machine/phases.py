@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from iota.core import stop
-from iota.core.machine import auditing, books, merging, training
+from iota.core.machine import auditing, books, membership, merging, training
 from iota.core.machine import events as ev
 from iota.core.machine.state import Member
 from iota.core.values import sha256
@@ -268,6 +268,9 @@ def _finished(mc: Machine, now: float) -> None:
     s = mc.state
     if not s.extended or over(mc, now)[0]:
         return
+    for m in s.members:
+        if m.alive:  # told to leave when the run ended; whoever is still there joins again
+            membership.gone(mc, m, "left", "the run had ended", now)
     if s.epoch in s.epochs:
         begin(mc, "sync", now, now + s.config.merge.gather_limit, "the run was extended")
     else:

@@ -44,8 +44,9 @@ class Frame(msgspec.Struct, frozen=True, array_like=True):
 class ChildReplayer:
     """`Replayer` in a process of its own, started at the first command and kept.
 
-    `device` as `pick_device` takes it; `threads`: of torch there; `memory`: bytes that it may take on top of its start size (0: no limit). A child that
-    dies, breaks, is too slow, or whose command is cancelled, is killed; the next command starts another.
+    `device` as `pick_device` takes it; `threads`: of torch there; `memory`: bytes that it may take on top of its start
+    size (0: no limit). A child that dies, breaks, is too slow, or whose command is cancelled, is killed; the next
+    command starts another.
     """
 
     def __init__(
@@ -63,7 +64,7 @@ class ChildReplayer:
             config=config, cuts=tuple(cuts), device=device, dtype=dtype or config.train.dtype, memory=memory
         )
         self._clock = clock
-        self._threads = threads
+        self.arguments = (sys.executable, "-m", "iota.nodes.validator.child", str(threads))
         self._process: asyncio.subprocess.Process | None = None
         self._turn = asyncio.Lock()
         self.started = 0
@@ -86,7 +87,7 @@ class ChildReplayer:
     async def _start(self) -> None:
         self.started += 1
         self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "iota.nodes.validator.child", str(self._threads)),
+            *self.arguments,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
         )
