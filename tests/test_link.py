@@ -24,7 +24,8 @@ from iota.wire.nonces import NonceBook
 HUB, ME = Identity.new(b"h" * 32), Identity.new(b"m" * 32)
 TINY = load_run(os.path.join(os.path.dirname(__file__), "..", "recipes", "tiny.toml"))
 STANDING = tasks.Standing(
-    epoch=1, phase="train", phase_since=0.0, phase_until=None, passes_epoch=0, passes_total=0, last_verdict="", paid_total=0
+    epoch=1, phase="train", phase_since=0.0, phase_until=None, passes_epoch=0, passes_total=0, last_verdict="",
+    paid_total=0,
 )  # fmt: skip
 WAIT = tasks.Wait(code="no_work", text="nothing", since=0.0, until=None)
 MANIFEST = []
@@ -33,8 +34,7 @@ MANIFEST = []
 async def sealed_manifest():
     if not MANIFEST:
         blobs = MemoryBlobs()
-        config = TINY.__class__(**{f: getattr(TINY, f) for f in TINY.__struct_fields__})
-        MANIFEST.append(await create_run(config, blobs, HUB.key, 1.0, HUB.sign))
+        MANIFEST.append(await create_run(TINY, blobs, HUB.key, 1.0, HUB.sign))
         MANIFEST.append(await blobs.get(OBJECT))
     return MANIFEST
 

@@ -15,14 +15,10 @@ import msgspec
 from iota.core.values import Checkpoint, Cut, Digest, Key
 
 
-class _Frozen(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of the tagged unions: encoded as a map with its class name under `type`."""
-
-
 # ---------------------------------------------------------------------------------------------- tasks for miners
 
 
-class Wait(_Frozen):
+class Wait(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Nothing to do. `code` is a stable word, `text` says for what; ask again (the poll is held up to 10 s)."""
 
     code: str
@@ -31,7 +27,7 @@ class Wait(_Frozen):
     until: float | None
 
 
-class Load(_Frozen):
+class Load(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Load a stage from a checkpoint. Attached: CheckpointSheet. Result: `Loaded`.
 
     `tokens`, `tokens_per_step` and `t` fix the learning rate: lr = f(tokens + local_step * tokens_per_step).
@@ -49,11 +45,11 @@ class Load(_Frozen):
     why: str
 
 
-class Prove(Load):
+class Prove(Load, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The same at SYNC: take the merged state, and prove it by digest. Result: `Loaded`."""
 
 
-class Forward(_Frozen):
+class Forward(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Run the stage forward on one sample. Attached: the boundary tensor of the stage before (none at the first stage).
 
     `origin` is the producer's signed control part (signature + control bytes), b"" at the first stage.
@@ -69,7 +65,7 @@ class Forward(_Frozen):
     origin: bytes
 
 
-class Backward(_Frozen):
+class Backward(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Run one sample backward. Attached: the gradient from the stage after, then, when `with_input`, the stored input
     tensor (the pathway broke and this miner did not do the forward; nothing at the first stage).
 
@@ -86,7 +82,7 @@ class Backward(_Frozen):
     input_origin: bytes
 
 
-class Commit(_Frozen):
+class Commit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """TRAIN is over: build the upload, commit to it. Result: `Committed`."""
 
     task: int
@@ -94,7 +90,7 @@ class Commit(_Frozen):
     deadline: float
 
 
-class Upload(_Frozen):
+class Upload(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Put the committed bytes at `url` and the chunk manifest at `manifest_url` (signed PUT URLs that pin length and
     digest). Result: `Done`."""
 
@@ -134,7 +130,7 @@ class ReduceSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     urls: dict[str, str]
 
 
-class Reduce(_Frozen):
+class Reduce(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Reduce the shards on the attached ReduceSheet, apply the outer step, put the results. Result: `Reduced`."""
 
     task: int
@@ -143,7 +139,7 @@ class Reduce(_Frozen):
     deadline: float
 
 
-class Show(_Frozen):
+class Show(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Put evidence of one segment. Comes beside a task (`Answer.shows`); answered in `Turn.shown` when uploaded.
 
     Objects: transcript (the epoch's entries), snapshot at the segment's start and at its end, the boundary tensors
@@ -164,7 +160,7 @@ class Show(_Frozen):
     deadline: float
 
 
-class Leave(_Frozen):
+class Leave(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The run ended, or this peer is not wanted: stop. `code`: finished | banned | replaced."""
 
     code: str
@@ -210,7 +206,7 @@ class AuditSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     outputs_url: str
 
 
-class Audit(_Frozen):
+class Audit(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Replay one segment [start_step, stop_step) of a miner's epoch. Attached: AuditSheet. Result: `Audited`."""
 
     task: int
@@ -222,7 +218,7 @@ class Audit(_Frozen):
     deadline: float
 
 
-class Recompute(_Frozen):
+class Recompute(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Reduce disputed or drawn shards as a third party. Attached: ReduceSheet (with base). Result: `Reduced`."""
 
     task: int
@@ -231,7 +227,7 @@ class Recompute(_Frozen):
     deadline: float
 
 
-class Heldout(_Frozen):
+class Heldout(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Measure the held-out loss of a checkpoint, stage after stage. Attached: one CheckpointSheet a stage, in order.
     Result: `Measured`."""
 
@@ -246,7 +242,7 @@ Task = Wait | Load | Prove | Forward | Backward | Commit | Upload | Reduce | Lea
 # ------------------------------------------------------------------------------------------------------- results
 
 
-class Loaded(_Frozen):
+class Loaded(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The stage's state is in place; `root` is recomputed from the bytes in memory (`Checkpoint.root`)."""
 
     task: int
@@ -254,7 +250,7 @@ class Loaded(_Frozen):
     seconds: float
 
 
-class Passed(_Frozen):
+class Passed(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """A forward or backward is done. `head` is the transcript head after it; `cut` the snapshot taken since the last
     result, if any. `inp`/`out` are the transcript entry's digests. `loss`: mean nats per token, last stage only.
     `seconds` is compute time; `recomputed`: the backward had to run the forward again."""
@@ -270,7 +266,7 @@ class Passed(_Frozen):
     recomputed: bool
 
 
-class Committed(_Frozen):
+class Committed(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """`root`, `length`, `digest` of the upload (see `Commit`), `commitment` = H(root, key, run, epoch, stage); `final`
     the last snapshot; `steps` the inner steps done this epoch; `head` the transcript head."""
 
@@ -296,7 +292,7 @@ class ShardResult(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_f
     digest: Digest
 
 
-class Reduced(_Frozen):
+class Reduced(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """`bad`: (shard, key, why) of contributions that contradict their manifest; they were left out of that shard."""
 
     task: int
@@ -304,13 +300,13 @@ class Reduced(_Frozen):
     bad: tuple[tuple[int, Key, str], ...]
 
 
-class Done(_Frozen):
+class Done(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The task is done; nothing to say about it."""
 
     task: int
 
 
-class Failed(_Frozen):
+class Failed(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The task was not done. `code`: bad_input | not_finite | no_memory | no_disk | no_object | too_late | stale."""
 
     task: int
@@ -329,7 +325,7 @@ class Comparison(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fi
     equal: bool
 
 
-class Audited(_Frozen):
+class Audited(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """`verdict`: valid | invalid | inconclusive. `why` in plain words; `worst` the numbers that decided it."""
 
     task: int
@@ -341,7 +337,7 @@ class Audited(_Frozen):
     seconds: float
 
 
-class Measured(_Frozen):
+class Measured(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """Held-out loss of checkpoint `epoch` in nats per token over `tokens` predicted tokens."""
 
     task: int
@@ -364,7 +360,7 @@ class Shown(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=
 # ------------------------------------------------------------------------------------------------- the exchange
 
 
-class Join(_Frozen):
+class Join(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """A process start. Answered by `Welcome`. `token`: the last session's, from the peer's own locked folder, or ""."""
 
     role: str
@@ -377,7 +373,7 @@ class Join(_Frozen):
     owner: str
 
 
-class Welcome(_Frozen):
+class Welcome(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """`manifest` is the signed run manifest as msgpack bytes attached (uint8); `token` opens the next session."""
 
     session: int
@@ -386,7 +382,7 @@ class Welcome(_Frozen):
     time: float
 
 
-class Turn(_Frozen):
+class Turn(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """`seq` counts the session's turns from 1 and is the idempotency id: the same seq with the same body gets the same
     verdict; with another body it is refused. `draining`: finish what you hold, give me nothing new."""
 
@@ -418,7 +414,7 @@ class Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     paid_total: int
 
 
-class Answer(_Frozen):
+class Answer(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """`step`: do an inner step now, averaging the passes accepted since the last (decided with the verdict)."""
 
     seq: int

@@ -70,6 +70,9 @@ class TensorFile:
         self.size += length
         return length
 
+    def digests(self) -> set[Digest]:
+        return {place[2] for place in self.rows}
+
     def read(self, wanted: set[Digest]) -> list[Buffer]:
         """The records of these tensors, in the order in which they were written."""
         return [os.pread(self._fd, row.length, row.offset) for place, row in self.rows.items() if place[2] in wanted]

@@ -33,6 +33,8 @@ def evidence_for(retention: Retention, session: int, show: tasks.Show) -> list[t
         raise IotaError("no_object", f"session {show.session}, epoch {show.epoch} is not kept here any more")
     entries = shelf.chain.entries
     received, sent = tensors_wanted(entries, *segment(entries, show.start_step, show.stop_step))
+    if received - shelf.inputs.digests() or sent - shelf.outputs.digests():
+        raise IotaError("no_object", f"the tensors of steps {show.start_step} to {show.stop_step} were not kept")
     rows: list[tuple[str, list[Buffer]]] = [
         (show.transcript_url, [encode_transcript(shelf.chain.transcript())]),
         (show.inputs_url, shelf.inputs.read(received)),
