@@ -67,8 +67,8 @@ def test_plain_and_bare_yardsticks_run(tiny):
     config, run, samples = tiny
     identity = msgspec.structs.replace(config, stages=msgspec.structs.replace(config.stages, codec="identity"))
     run.write_text(save_run(identity))
-    assert bench_swarm.plain_rate(identity, run, samples, replicas=1, threads=1, seconds=0.3) > 0
-    assert bench_swarm.bare_rate(identity, run, samples, seconds=0.3) > 0
+    assert bench_swarm.plain_rate(identity, run, samples, replicas=1, threads=1, seconds=0.3).per_s > 0
+    assert bench_swarm.bare_rate(identity, run, samples, seconds=0.3).per_s > 0
 
 
 def test_the_recipe_is_about_ten_million_parameters_and_ends_no_train_phase():
@@ -80,19 +80,19 @@ def test_the_recipe_is_about_ten_million_parameters_and_ends_no_train_phase():
 
 def test_summary_takes_the_better_reference_and_states_the_spread():
     config = check(load_run(RECIPES / "bench.toml"))
-    rows = {
-        "swarm": [80.0, 90.0],
-        "one_process": [90.0, 110.0],
-        "replicas": [50.0, 60.0],
-        "bare": [85.0, 115.0],
-        "recomputed": [10.0, 20.0],
-        "backwards": [30.0, 30.0],
-    }
+    cores = {"miner": 2.0}
+    rows = bench_swarm.Turns(
+        swarm=[bench_swarm.Window(80.0, 40.0, 10, 30, cores), bench_swarm.Window(90.0, 45.0, 20, 30, cores)],
+        one_process=[bench_swarm.Rate(90.0, 45.0), bench_swarm.Rate(110.0, 55.0)],
+        replicas=[bench_swarm.Rate(50.0, 50.0), bench_swarm.Rate(60.0, 50.0)],
+        bare=[bench_swarm.Rate(85.0, 42.5), bench_swarm.Rate(115.0, 57.5)],
+    )
     figures = bench_swarm.summary(config, rows, 60.0)
     assert figures["reference"] == "one_process" and figures["reference_tokens_per_s"] == 100.0
     assert (figures["tokens_per_s"], figures["bare_tokens_per_s"]) == (85.0, 100.0)
     assert (figures["ratio"], figures["ratio_bare"]) == (0.85, 0.85)
     assert (figures["ratio_min"], figures["ratio_max"]) == (round(80 / 110, 4), 1.0)
+    assert figures["ratio_per_cpu"] == 0.85 and figures["ratio_bare_per_cpu"] == 0.85
     assert figures["recomputed_share"] == 0.5 and 0.85 < figures["ceiling"] < 0.95
 
 

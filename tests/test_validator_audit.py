@@ -37,9 +37,9 @@ def make_auditor(case, objects=None, dtype="float32", replayer=None):
     return Auditor(case.manifest, objects or case.objects, case.train, replayer, Inline(), Clock())
 
 
-async def epoch(cheat=None, stage=1, dtype="float32", **merge):
+async def epoch(cheat=None, stage=1, dtype="float32", **how):
     """A whole epoch with `cheat` (a Miner class) at one stage."""
-    case = Case(**merge)
+    case = Case(**how)
     miners = [(cheat if cheat and s == stage else Miner)(case, s, dtype=dtype) for s in range(STAGES)]
     await train(case, miners)
     return case, miners
@@ -122,6 +122,40 @@ async def test_bfloat16_compute_against_float32_is_within_tolerance_for_passes()
     assert passes and all(row.cosine > 0.99 and 0.95 < row.norm_ratio < 1.05 for row in passes)
 
 
+async def test_accumulated_passes_and_a_short_last_step():
+    case, miners = await epoch(accumulate=4)
+    for miner in miners:
+        assert [cut.step for cut in miner.cuts] == [0, 2]
+        assert (await audit(case, miner, 0, 2)).verdict == "valid"
+
+
+async def test_a_one_stage_run():
+    case = Case(stages=1)
+    for kind, verdict in ((Miner, "valid"), (StartWeights, "invalid"), (Liar, "invalid")):
+        miner = kind(case, 0)
+        for sample in range(4):
+            ids, labels = await case.train.batch_windows(sample)
+            assert miner.do("forward", sample, ids=ids, labels=labels) is None
+        miner.commit()
+        assert (await audit(case, miner, 2, 4)).verdict == verdict
+
+
+async def test_a_backward_whose_forward_somebody_else_did():
+    """The pathway broke: the neighbour gets the stored input with the gradient, signed by the stage before."""
+    case = Case()
+    lost, miners = Miner(case, 1, "lost"), [Miner(case, stage) for stage in range(STAGES)]
+    for sample in range(2):
+        ids, labels = await case.train.batch_windows(sample)
+        hidden = miners[0].do("forward", sample, ids=ids)
+        gradient = miners[2].do("forward", sample, lost.do("forward", sample, hidden), labels=labels)
+        miners[0].do("backward", sample, miners[1].do("backward", sample, gradient, given=hidden))
+    for miner in miners:
+        miner.commit()
+        result = await audit(case, miner, 0, 2)
+        assert result.verdict == "valid" and "to the bit" in result.why, result
+    check_invalid(await audit(case, miners[1], 0, 2, change=lambda f: f.update(inputs=b"")), "was not shown")
+
+
 # ------------------------------------------------------------------------------------------------------------ cheats
 
 
@@ -202,6 +236,23 @@ async def test_a_forged_second_moment_is_invalid():
 
     case, miners = await epoch(Poison, 1)
     check_invalid(await audit(case, miners[1], 0, 2), "second moment")
+
+
+async def test_a_few_forged_second_moments_show_in_the_direction():
+    """One in a hundred elements of v made tiny: hardly a change of v's norm, but poison for every later step."""
+
+    class Poison(Miner):
+        def state(self):
+            t, weights, m, v = super().state()
+            if self.steps:
+                v = v.copy()
+                v[np.argsort(v)[len(v) // 2 : len(v) // 2 + len(v) // 100]] *= np.float32(1e-12)
+            return t, weights, m, v
+
+    case, miners = await epoch(Poison, 1)
+    result = await audit(case, miners[1], 0, 2)
+    check_invalid(result, "direction of the moments")
+    assert {row.kind for row in result.worst if row.cosine < 0.99} == {"direction"}
 
 
 async def test_a_negative_second_moment_is_invalid():
@@ -315,6 +366,29 @@ async def test_books_that_count_other_passes_are_a_contradiction():
     losses = (*miners[2].losses[:-1], 0.1)
     check_invalid(await audit(case, miners[2], facts={"losses": losses}), "reported the loss")
     assert (await audit(case, miner, facts={"outs": (), "losses": ()})).verdict == "valid"
+
+
+async def test_passes_that_only_look_like_passes_are_a_contradiction():
+    """Entries that a replay would skip can never be what was accepted."""
+
+    class Hollow(Miner):
+        def do(self, op, sample, received=None, **how):
+            if op != "forward" or sample != 3:
+                return super().do(op, sample, received, **how)
+            self.chain.add("forward", sample, received.tensor.head().digest, "")
+            self.heads.append(self.chain.head)
+            self.outs.append("")
+            self.losses.append(None)
+            if self.last:
+                self.accepted.append(sample)
+            return Sent(received.tensor, self.sign(sample, received.tensor, received.tensor.head().digest))
+
+        def step(self):
+            if self.pending:
+                super().step()
+
+    case, miners = await epoch(Hollow, 2)
+    check_invalid(await audit(case, miners[2], 2, 4), "every pass is a forward with its loss")
 
 
 async def test_a_session_that_did_not_start_from_the_checkpoint_is_invalid():

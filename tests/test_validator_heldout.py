@@ -17,7 +17,7 @@ from iota.nodes.reducing import checkpoint_range, moments_merged, old_from_check
 from iota.nodes.validator.engine import Engine
 from iota.nodes.validator.heldout import measure_heldout
 from iota.nodes.validator.inline import InlineReplayer
-from validator_case import NOW, RUN, STAGES, Case, Clock, Inline, identity
+from validator_case import NOW, STAGES, Case, Clock, Inline, identity
 
 
 def plain_loss(case, weights):
@@ -72,7 +72,7 @@ async def test_heldout_loss_of_a_merged_checkpoint():
                 for i, (part, array) in enumerate(parts)
             ]
         order = tuple(sorted(pieces, key=lambda p: (p.part, p.start)))
-        checkpoints.append(Checkpoint(RUN, 1, stage, len(values), 3, order))
+        checkpoints.append(Checkpoint(case.run, 1, stage, len(values), 3, order))
         weights.append(values)
     result = await measured(case, checkpoints, 1)
     assert result.loss == pytest.approx(plain_loss(case, weights)[0], rel=1e-6)

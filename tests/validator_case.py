@@ -32,13 +32,14 @@ from iota.model.trainer import StageTrainer
 from iota.nodes.evidence import ACTIVATION, GRADIENT, Chain, encode_transcript, record_parts, snapshot_parts
 from iota.store.blobs import MemoryBlobs
 from iota.store.links import sign_link
+from iota.store.manifest import checkpoint_zero, name_run
 from iota.store.remote import DirectObjects
 from iota.store.tokens import TokenReader
 from iota.wire.keys import Identity
 from iota.wire.message import seal
 
 torch.set_num_threads(1)
-RUN, SESSION, SEGMENT, NOW = "case-1", 3, 2, 1_700_000_000.0
+SESSION, SEGMENT, NOW = 3, 2, 1_700_000_000.0
 STAGES, SAMPLES = 3, 6
 
 
@@ -69,14 +70,14 @@ class Inline:
         pass
 
 
-def run_config(**merge):
+def run_config(stages=STAGES, accumulate=1, **merge):
     return RunConfig(
         name="case",
         seed=5,
         model=ModelConfig(width=32, blocks=3, heads=4, kv_heads=2, vocabulary=64, sequence=32),
-        stages=StagesConfig(count=STAGES, codec="bottleneck", channels=16, wire_dtype="bfloat16"),
+        stages=StagesConfig(count=stages, codec="bottleneck", channels=16, wire_dtype="bfloat16"),
         data=DataConfig(heldout_tokens=32 * 5 + 1),
-        train=TrainConfig(batch=2, accumulate=1, lr=3e-3, warmup_tokens=300, lr_tokens=4000),
+        train=TrainConfig(batch=2, accumulate=accumulate, lr=3e-3, warmup_tokens=300, lr_tokens=4000),
         merge=MergeConfig(**merge),
         audit=AuditConfig(segment_steps=SEGMENT),
     )
@@ -85,20 +86,20 @@ def run_config(**merge):
 class Case:
     """A run with its store, before any training. `corpus` repeats a pattern, so that there is something to learn."""
 
-    def __init__(self, **merge):
-        self.config = config = run_config(**merge)
+    def __init__(self, **how):
+        self.config = config = run_config(**how)
+        self.stages = config.stages.count
         self.blobs = MemoryBlobs()
         self.cuts = cut_blocks(config)
         rng = np.random.default_rng(1)
         self.tokens = np.tile(rng.integers(0, 64, 57), 40).astype(np.uint8)
         self.heldout_tokens = np.tile(rng.integers(0, 64, 23), 8)[: 32 * 5 + 1].astype(np.uint8)
         self.weights = [initial_state(config, stage, cut, config.seed) for stage, cut in enumerate(self.cuts)]
-        self.checkpoints = [self._checkpoint(stage) for stage in range(STAGES)]
         self.objects = DirectObjects(self.blobs, ORCHESTRATOR.key, lambda: NOW)
-        self.manifest = Manifest(
+        manifest = Manifest(
             version=1,
             protocol=1,
-            run=RUN,
+            run="",
             created=NOW,
             orchestrator=ORCHESTRATOR.key,
             config=config,
@@ -109,8 +110,11 @@ class Case:
             trigram_loss=None,
             cuts=self.cuts,
             parameters=tuple(len(weights) for weights in self.weights),
-            checkpoints=tuple(msgspec.msgpack.encode(checkpoint) for checkpoint in self.checkpoints),
+            checkpoints=tuple(msgspec.msgpack.encode(self._checkpoint(stage)) for stage in range(self.stages)),
         )
+        self.manifest = name_run(manifest)
+        self.run = self.manifest.run
+        self.checkpoints = [checkpoint_zero(self.manifest, stage) for stage in range(self.stages)]
         self.train = TokenReader.train(self.manifest, self.blobs.get)
         self.heldout = TokenReader.heldout(self.manifest, self.blobs.get)
 
@@ -131,7 +135,7 @@ class Case:
             name = f"checkpoints/0/{stage}/{start}.bin"
             self.put(name, data)
             pieces.append(Piece("weights", start, stop, name, 0, sha256(data)))
-        return Checkpoint(RUN, 0, stage, len(weights), 0, tuple(pieces))
+        return Checkpoint("", 0, stage, len(weights), 0, tuple(pieces))
 
     def get_link(self, name):
         return sign_link(ORCHESTRATOR, "http://store", "GET", name, NOW + 1000)
@@ -175,15 +179,15 @@ class Miner:
             deadline=NOW + 100, why="",
         )  # fmt: skip
         self.trainer.load(case.weights[stage], None, None, 0, 0, 64)
-        self.chain = Chain(RUN, self.key, SESSION, 1)
+        self.chain = Chain(case.run, self.key, SESSION, 1)
         self.chain.add("load", -1, case.checkpoints[stage].root(), "")
-        self.shelf, self.cuts, self.steps = Shelf(), [], 0
+        self.shelf, self.cuts, self.steps, self.pending = Shelf(), [], 0, 0
         self.heads, self.accepted, self.outs, self.losses = [], [], [], []
         self.cut()
 
     @property
     def last(self):
-        return self.stage == STAGES - 1
+        return self.stage == self.case.stages - 1
 
     def sign(self, sample, tensor, out):
         self.nonce += 1
@@ -193,7 +197,7 @@ class Miner:
         )  # fmt: skip
         turn = tasks.Turn(session=SESSION, seq=self.nonce, result=passed, shown=(), draining=False)
         first = seal(
-            self.identity, recipient=ORCHESTRATOR.key, run=RUN, session=SESSION, time=NOW, nonce=self.nonce,
+            self.identity, recipient=ORCHESTRATOR.key, run=self.case.run, session=SESSION, time=NOW, nonce=self.nonce,
             id=str(self.nonce), body=turn, tensors=[tensor],
         )[0]  # fmt: skip
         return bytes(first[:64]) + bytes(first[68:])
@@ -206,7 +210,7 @@ class Miner:
     def run(self, op, sample, tensor, ids, labels):
         """(output, loss)"""
         if op == "forward" and self.last:
-            return self.trainer.forward_loss(sample, tensor, None, labels)
+            return self.trainer.forward_loss(sample, tensor, ids, labels)
         if op == "forward":
             return self.trainer.forward(sample, tensor, ids), None
         return self.trainer.backward(sample, tensor)[0], None
@@ -217,10 +221,13 @@ class Miner:
     def told_loss(self, loss):
         return loss
 
-    def do(self, op, sample, received=None, ids=None, labels=None, accepted=True):
-        """One task and the verdict on it; what is handed on."""
+    def do(self, op, sample, received=None, ids=None, labels=None, accepted=True, given=None):
+        """One task and the verdict on it; what is handed on. `given`: the input that came with a backward."""
         kind = ACTIVATION if op == "forward" else GRADIENT
         inp = self.receive(kind, sample, received) if received else ""
+        if given:
+            self.chain.add("forward", sample, self.receive(ACTIVATION, sample, given), "")
+            self.trainer.forward(sample, given.tensor)
         out, loss = self.run(op, sample, received.tensor if received else None, ids, labels)
         out, loss = self.sent(op, sample, out), self.told_loss(loss)
         digest = ""
@@ -242,13 +249,16 @@ class Miner:
         if counts:
             self.accepted.append(sample)
             self.trainer.accept()
-            self.step()
+            self.pending += 1
+            if self.pending == self.config.train.accumulate:
+                self.step()
         return Sent(out, self.sign(sample, out, digest)) if out is not None else None
 
     def step(self):
         self.train_step()
         self.steps += 1
-        self.chain.add("step", -1, "", sha256(np.ascontiguousarray(self.state()[1]).tobytes()), 1)
+        self.chain.add("step", -1, "", sha256(np.ascontiguousarray(self.state()[1]).tobytes()), self.pending)
+        self.pending = 0
         if self.steps % SEGMENT == 0:
             self.cut()
 
@@ -277,6 +287,8 @@ class Miner:
         return build_manifest(parts)[0].root()
 
     def commit(self):
+        if self.pending:
+            self.step()
         if self.cuts[-1].step != self.steps:
             self.cut()
         self.heads.append(self.chain.head)

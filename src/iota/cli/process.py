@@ -37,7 +37,8 @@ def limit_torch(threads: int) -> None:
     import torch
 
     torch.set_num_threads(threads)
-    torch.set_num_interop_threads(1)
+    if torch.get_num_interop_threads() != 1:
+        torch.set_num_interop_threads(1)
 
 
 def watch_parent() -> None:

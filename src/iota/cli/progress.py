@@ -18,7 +18,7 @@ def status_lines(status: Status, members: bool = False) -> list[str]:
     since = max(0.0, status["time"] - status["phase_since"])
     lines = [
         f"run {status['run']}   epoch {status['epoch']}   {phase} for {since:.0f} s{limit}   until {status['stop']}",
-        f"waits for {status['waiting_for']}" if status["waiting_for"] else "",
+        f"waits for {waits_for(status)}" if status["waiting_for"] else "",
         f"loss {_loss(status)}   {status['tokens']:,} tokens, {status['tokens_per_s']:,.0f}/s   {saved(status)}",
     ]
     if status.get("stalled"):
@@ -33,6 +33,7 @@ def status_lines(status: Status, members: bool = False) -> list[str]:
 
 
 def waits_for(status: Status) -> str:
+    """What the phase waits for, to follow these words."""
     return str(status["waiting_for"]).removeprefix("waiting for ")
 
 
@@ -69,11 +70,10 @@ def _stage(stage: Status) -> str:
 
 def _member(m: Status) -> str:
     state = (m["task"] or "idle") if m["alive"] else f"gone ({m['why_gone']})"
-    verdict = m["last_verdict"] or "none yet"
-    return (
-        f"  {m['key'][:16]}  {state:<10} {m['device']} {m['dtype']}  passes {m['passes_total']}"
-        f"  verdict {verdict}  paid {m['paid']:,}"
-    )
+    work = ""
+    if m["role"] == "miner":
+        work = f"  passes {m['passes_total']}  paid {m['paid']:,}  last verdict {m['last_verdict'] or 'none yet'}"
+    return f"  {m['key'][:16]}  {state:<10} {m['device']} {m['dtype']}{work}"
 
 
 def short_line(status: Status) -> str:

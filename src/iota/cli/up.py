@@ -24,6 +24,8 @@ DISK_SECONDS = 3.0
 MAX_SAMPLES = 2000
 LEAVE_SECONDS = 30.0
 """What each group of processes gets to leave in order."""
+FINISH_SECONDS = 5.0
+"""What peers get to leave by themselves: the orchestrator stayed until they had heard of the end."""
 
 
 def add(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -103,7 +105,7 @@ async def _supervise(config: RunConfig, folder: RunFolder, arguments: argparse.N
             finished = await _until_finished(supervisor, folder, stop, display)
             order = [names, ["orchestrator"], ["blobs"]]
             if finished:
-                await supervisor.wait(names, LEAVE_SECONDS)
+                await supervisor.wait(names, FINISH_SECONDS)
             await supervisor.stop(order, LEAVE_SECONDS)
             return finished
         finally:

@@ -37,7 +37,7 @@ from iota.core.machine import events as ev
 from iota.core.queries import EventsFrom, Operate, Status
 from iota.errors import IotaError, Unreachable
 from iota.lab.bench_workers import Done, Job, progress
-from iota.model.partition import stage_cost
+from iota.model.partition import count_parameters, cut_blocks, stage_cost
 from iota.nodes.ask import Asker
 from iota.nodes.folder import RunFolder
 from iota.nodes.real import RealClock, entropy
@@ -54,11 +54,14 @@ PAGE = 5_000
 
 @dataclass
 class Window:
-    """One turn of the swarm: tokens a second, and which share of backward passes had to run the forward again."""
+    """One turn of the swarm: tokens a second, tokens per CPU-second of all its processes (0 where that cannot be read),
+    how many backward passes there were and how many of them had to run the forward again, and each role's cores."""
 
     tokens_per_s: float
+    per_cpu_s: float
     recomputed: int
     backwards: int
+    cores: dict[str, float]
 
 
 # ------------------------------------------------------------------------------------------------- the yardsticks
@@ -115,17 +118,28 @@ def end_processes(processes: Sequence[subprocess.Popen[bytes]], patience: float 
             process.wait()
 
 
-def plain_rate(config: RunConfig, run: Path, samples: Path, replicas: int, threads: int, seconds: float) -> float:
-    """Tokens a second of plain PyTorch."""
+@dataclass
+class Rate:
+    """Tokens a second of wall time, and per CPU-second: the figure that other work on the machine disturbs less."""
+
+    per_s: float
+    per_cpu_s: float
+
+
+def plain_rate(config: RunConfig, run: Path, samples: Path, replicas: int, threads: int, seconds: float) -> Rate:
+    """Plain PyTorch."""
     jobs = [
         Job("plain", str(run), str(samples), worker, replicas, threads, warmup=min(3.0, seconds / 4), seconds=seconds)
         for worker in range(replicas)
     ]
-    return _tokens(config) * sum(done.samples for done in run_workers(jobs)) / seconds
+    done = run_workers(jobs)
+    tokens = _tokens(config)
+    return Rate(tokens * sum(d.samples for d in done) / seconds, tokens * sum(d.per_cpu_s for d in done) / replicas)
 
 
-def bare_rate(config: RunConfig, run: Path, samples: Path, seconds: float) -> float:
-    """Tokens a second that the six stage processes reach without any protocol."""
+def bare_rate(config: RunConfig, run: Path, samples: Path, seconds: float) -> Rate:
+    """The six stage processes without any protocol. Per CPU-second: a sample costs the sum over stages of what it costs
+    the stage's processes."""
     stages, miners = config.stages.count, config.swarm.miners
     members = miners // stages
     counters = samples.with_name("counters.bin")
@@ -137,8 +151,11 @@ def bare_rate(config: RunConfig, run: Path, samples: Path, seconds: float) -> fl
         )
         for worker in range(members * stages)
     ]  # fmt: skip
-    done = [d.samples for d in run_workers(jobs)]
-    return _tokens(config) * min(sum(done[s * members : (s + 1) * members]) for s in range(stages)) / seconds
+    done = run_workers(jobs)
+    groups = [done[stage * members : (stage + 1) * members] for stage in range(stages)]
+    least = min(sum(d.samples for d in group) for group in groups)
+    cost = sum(members / sum(d.per_cpu_s for d in group) for group in groups)
+    return Rate(_tokens(config) * least / seconds, _tokens(config) / cost)
 
 
 def _tokens(config: RunConfig) -> int:
@@ -226,15 +243,25 @@ class Swarm:
     async def window(self, settle: float, seconds: float) -> Window:
         """Measure `seconds` of TRAIN that begin `settle` seconds from now."""
         await asyncio.sleep(settle)
-        start = time.time()
+        start, before = time.time(), self._cpu()
         await asyncio.sleep(seconds)
-        stop = time.time()
+        stop, after = time.time(), self._cpu()
         await asyncio.sleep(2.0)  # the pass that straddles the edge
         passes = [(at, e) for at, e in await self._rows() if isinstance(e, ev.Passed) and e.kind != "f"]
         within = [e for at, e in passes if start <= at <= stop and e.kind == "b"]
         done = progress([at for at, _ in passes], start, stop) if len(passes) > 1 else 0.0
-        rate = done / self.config.stages.count * _tokens(self.config) / (stop - start)
-        return Window(rate, sum(e.recomputed for e in within), len(within))
+        tokens = done / self.config.stages.count * _tokens(self.config)
+        cores = {role: round((after[role] - before[role]) / (stop - start), 3) for role in after}
+        per_cpu = tokens / (stop - start) / sum(cores.values()) if sum(cores.values()) else 0.0
+        return Window(tokens / (stop - start), per_cpu, sum(e.recomputed for e in within), len(within), cores)
+
+    def _cpu(self) -> dict[str, float]:
+        """CPU seconds so far by role."""
+        seconds: dict[str, float] = {}
+        for name, process in zip(self._names(), self.processes, strict=True):
+            role = name.split("-")[0]
+            seconds[role] = seconds.get(role, 0.0) + cpu_seconds(process.pid)
+        return seconds
 
     async def order(self, command: str) -> None:
         """pause | resume | stop."""
@@ -252,6 +279,15 @@ class Swarm:
         end_processes(self.processes)
         for log in self._logs:
             log.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    """User and system time of a running process, 0.0 where /proc does not tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace").rsplit(")", 1)[1].split()
+    except OSError:
+        return 0.0
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def miner_arguments(url: str, home: str, dtype: str) -> list[str]:
@@ -292,26 +328,31 @@ async def measure(
     return summary(swarm.config, rows, seconds)
 
 
-async def _turns(swarm: Swarm, seconds: float, turns: int) -> dict[str, list[float]]:
-    """A B A B. `recomputed` and `backwards` are counts by turn, the others tokens a second."""
+@dataclass
+class Turns:
+    """What the turns gave, one item a turn."""
+
+    swarm: list[Window] = field(default_factory=list)
+    one_process: list[Rate] = field(default_factory=list)
+    replicas: list[Rate] = field(default_factory=list)
+    bare: list[Rate] = field(default_factory=list)
+
+
+async def _turns(swarm: Swarm, seconds: float, turns: int) -> Turns:
+    """A B A B."""
     config, run, cores = swarm.config, swarm.folder.run_file, os.cpu_count() or 1
     samples = swarm.folder.path / "samples.npy"
     np.save(samples, await swarm.samples())
-    rows: dict[str, list[float]] = {
-        name: [] for name in ("swarm", "one_process", "replicas", "bare", "recomputed", "backwards")
-    }
+    rows = Turns()
     for turn in range(turns):
         if turn:
             await swarm.order("resume")
-        window = await swarm.window(min(10.0, seconds / 2), seconds)
-        rows["swarm"].append(window.tokens_per_s)
-        rows["recomputed"].append(window.recomputed)
-        rows["backwards"].append(window.backwards)
+        rows.swarm.append(await swarm.window(min(10.0, seconds / 2), seconds))
         await swarm.order("pause")
         await asyncio.sleep(3.0)  # passes that were begun come to their end
-        rows["one_process"].append(await asyncio.to_thread(plain_rate, config, run, samples, 1, cores, seconds))
-        rows["replicas"].append(await asyncio.to_thread(plain_rate, config, run, samples, cores, 1, seconds))
-        rows["bare"].append(await asyncio.to_thread(bare_rate, config, run, samples, seconds))
+        rows.one_process.append(await asyncio.to_thread(plain_rate, config, run, samples, 1, cores, seconds))
+        rows.replicas.append(await asyncio.to_thread(plain_rate, config, run, samples, cores, 1, seconds))
+        rows.bare.append(await asyncio.to_thread(bare_rate, config, run, samples, seconds))
     return rows
 
 
@@ -322,40 +363,52 @@ def recompute_ceiling(config: RunConfig, share: float, cuts: Sequence[tuple[int,
     return 1.0 / (1.0 + share * sum(costs[:-1]) / (3 * sum(costs)))
 
 
-def summary(config: RunConfig, rows: dict[str, list[float]], seconds: float) -> dict[str, object]:
-    """What is printed: means over turns, the better plain PyTorch as the reference, and the spread of the ratio."""
-    from iota.model.partition import count_parameters, cut_blocks
+def summary(config: RunConfig, rows: Turns, seconds: float) -> dict[str, object]:
+    """What is printed: means over turns, the better plain PyTorch as the reference, and the spread of the ratio.
 
-    mean = {name: float(np.mean(values)) for name, values in rows.items()}
-    better = max(("one_process", "replicas"), key=lambda name: mean[name])
+    `ratio_per_cpu` compares tokens per CPU-second with single-threaded plain PyTorch: nearly the same figure on an idle
+    machine, and much less moved by other work on a busy one.
+    """
+    swarm = [window.tokens_per_s for window in rows.swarm]
+    plain = {"one_process": rows.one_process, "replicas": rows.replicas}
+    reference = max(plain, key=lambda name: _mean([rate.per_s for rate in plain[name]]))
+    better = [rate.per_s for rate in plain[reference]]
+    bare = _mean([rate.per_s for rate in rows.bare])
     cuts = cut_blocks(config)
-    share = sum(rows["recomputed"]) / max(1.0, sum(rows["backwards"]))
+    share = sum(w.recomputed for w in rows.swarm) / max(1, sum(w.backwards for w in rows.swarm))
     ceiling = recompute_ceiling(config, share, cuts)
-    ratio, ratio_bare = mean["swarm"] / mean[better], mean["swarm"] / mean["bare"]
-    low, high = min(rows["swarm"]) / max(rows[better]), max(rows["swarm"]) / min(rows[better])
+    ratio, ratio_bare = _mean(swarm) / _mean(better), _mean(swarm) / bare
+    low, high = min(swarm) / max(better), max(swarm) / min(better)
+    per_cpu = _mean([window.per_cpu_s for window in rows.swarm])
     return {
         "bench": "swarm",
-        "tokens_per_s": round(mean["swarm"], 1),
-        "reference_tokens_per_s": round(mean[better], 1),
-        "bare_tokens_per_s": round(mean["bare"], 1),
+        "tokens_per_s": round(_mean(swarm), 1),
+        "reference_tokens_per_s": round(_mean(better), 1),
+        "bare_tokens_per_s": round(bare, 1),
         "ratio": round(ratio, 4),
         "ratio_min": round(low, 4),
         "ratio_max": round(high, 4),
         "ratio_bare": round(ratio_bare, 4),
+        "ratio_per_cpu": round(per_cpu / _mean([rate.per_cpu_s for rate in rows.replicas]), 4),
+        "ratio_bare_per_cpu": round(per_cpu / _mean([rate.per_cpu_s for rate in rows.bare]), 4),
         "recomputed_share": round(share, 4),
-        "ceiling": round(ceiling * mean["bare"] / mean[better], 4),
+        "ceiling": round(ceiling * bare / _mean(better), 4),
         "ceiling_bare": round(ceiling, 4),
-        "reference": better,
-        "turns": {name: [round(v, 1) for v in values] for name, values in rows.items()},
+        "reference": reference,
+        "turns": msgspec.to_builtins(rows),
         "seconds": seconds,
         "parameters": sum(count_parameters(config, stage, cut) for stage, cut in enumerate(cuts)),
         "miners": config.swarm.miners,
         "dtype": config.train.dtype,
         "cores": os.cpu_count(),
         "sentence": (
-            f"The swarm of {config.swarm.miners} miners trains {mean['swarm']:,.0f} tokens/s, plain PyTorch "
-            f"({better.replace('_', ' ')}) {mean[better]:,.0f}: ratio {ratio:.2f} ({low:.2f} to {high:.2f} over "
-            f"{len(rows['swarm'])} turns of {seconds:g} s); {ratio_bare:.2f} of the bare stages, where recomputing "
-            f"{share:.0%} of the forwards allows {ceiling:.2f}."
+            f"The swarm of {config.swarm.miners} miners trains {_mean(swarm):,.0f} tokens/s, plain PyTorch "
+            f"({reference.replace('_', ' ')}) {_mean(better):,.0f}: ratio {ratio:.2f} ({low:.2f} to {high:.2f} over "
+            f"{len(swarm)} turns of {seconds:g} s); {ratio_bare:.2f} of the bare stages, where recomputing {share:.0%} "
+            f"of the forwards allows {ceiling:.2f}."
         ),
     }
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)

@@ -44,10 +44,10 @@ class Job(msgspec.Struct):
 
 
 class Done(msgspec.Struct):
-    """Samples done in the window, by interpolation, and the parameters of what was trained."""
+    """Samples done in the window, by interpolation, and per CPU-second of this process (all its threads)."""
 
     samples: float
-    parameters: int
+    per_cpu_s: float
 
 
 def progress(times: list[float], start: float, stop: float) -> float:
@@ -65,20 +65,21 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(job.threads)
-    work, parameters = (_plain if job.kind == "plain" else _bare)(job)
+    work = (_plain if job.kind == "plain" else _bare)(job)
     work(0)
     print("ready", flush=True)
     start = float(sys.stdin.readline()) + job.warmup
     times = [time.monotonic()]
-    number = 1
+    number, cpu = 1, time.process_time()
     while times[-1] < start + job.seconds:
         work(number)
         times.append(time.monotonic())
         number += 1
-    print(msgspec.json.encode(Done(progress(times, start, start + job.seconds), parameters)).decode(), flush=True)
+    per_cpu = (number - 1) / (time.process_time() - cpu)
+    print(msgspec.json.encode(Done(progress(times, start, start + job.seconds), per_cpu)).decode(), flush=True)
 
 
-def _plain(job: Job) -> tuple[Callable[[int], None], int]:
+def _plain(job: Job) -> Callable[[int], None]:
     """Plain PyTorch: forward, loss, backward; every `accumulate` samples mean, clip, fused AdamW."""
     import torch
     import torch.nn.functional as F
@@ -119,10 +120,10 @@ def _plain(job: Job) -> tuple[Callable[[int], None], int]:
             optimizer.step()
             optimizer.zero_grad()
 
-    return work, sum(p.numel() for p in parameters)
+    return work
 
 
-def _bare(job: Job) -> tuple[Callable[[int], None], int]:
+def _bare(job: Job) -> Callable[[int], None]:
     """One stage's loop of forward, backward, step on inputs of the right shape that never change, kept in step with
     the other stages by counters in a shared file."""
     from iota.config.load import check, load_run
@@ -161,7 +162,7 @@ def _bare(job: Job) -> tuple[Callable[[int], None], int]:
         if number:  # the first is before the start, at whatever time each process gets to it
             counters[job.worker] += 1
 
-    return work, trainer.layout.size
+    return work
 
 
 def _tensor(values: np.ndarray, dtype: str) -> Tensor:

@@ -176,6 +176,8 @@ def _passed(s: RunState, e: ev.Passed) -> None:
     _answered(m, e.seq, e.body, step=e.step)
     facts = m.facts or _facts(s, m)
     facts.heads.append(e.head)
+    facts.outs.append(e.out)
+    facts.losses.append(e.loss)
     facts.seconds += e.seconds
     if e.cut is not None:
         facts.cuts.append(e.cut)

@@ -25,6 +25,8 @@ class Facts:
     stage: int
     epoch: int
     heads: list[Digest] = field(default_factory=list)
+    outs: list[Digest] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
     cuts: list[Cut] = field(default_factory=list)
     steps: int = 0

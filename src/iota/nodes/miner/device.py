@@ -12,8 +12,9 @@ from iota.model.partition import count_parameters
 
 TRAINER_BUFFERS = 5
 """Weights, two gradient buffers, two moments: float32 each (`StageTrainer`)."""
-HOST_COPIES = 6
-"""Kept for the merge: base, outer momentum, base moments, the upload's delta, one transfer."""
+HOST_COPIES = 12
+"""At the peak of a merge between two members: base, outer momentum and base moments (4), the upload's delta (1), the
+other member's upload (3), the results (4)."""
 
 
 def pick_device(wanted: str) -> str:

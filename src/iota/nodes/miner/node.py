@@ -6,6 +6,7 @@ worker -> trainer, and back.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,14 +16,14 @@ import msgspec
 import iota
 from iota.config.schema import Manifest
 from iota.core import tasks
-from iota.core.values import CheckpointSheet, Tensor
+from iota.core.values import CheckpointSheet, Digest, Tensor
 from iota.errors import IotaError, Unreachable
 from iota.net.peer import Caller
 from iota.nodes.data_source import data_fetch
 from iota.nodes.effects import Clock, Compute, Entropy
 from iota.nodes.link import Backoff, Heard, Link, Peer, Session, SessionOver
 from iota.nodes.miner.device import check_disk, check_memory
-from iota.nodes.miner.load import check_checkpoint, fetch_state
+from iota.nodes.miner.load import Floats, check_checkpoint, fetch_state
 from iota.nodes.miner.reduce import Reducer
 from iota.nodes.miner.show import Shower
 from iota.nodes.miner.stage import Given, StageWorker, Work, failed
@@ -31,6 +32,10 @@ from iota.store.remote import Objects
 from iota.store.tokens import TokenReader
 from iota.wire.message import open_sheet
 
+DEADLINE_GRACE = 5.0
+"""Seconds that a transfer may outlast its deadline: clocks and polls are not exact."""
+QUICK = 5.0
+"""A session that ends sooner than this many seconds was no session: pause before the next."""
 ENDS = ("banned", "finished", "not_allowed")
 """Refusals of a turn after which there is nothing to come back for."""
 
@@ -73,6 +78,8 @@ class Miner:
         self._report = report
         self._worker_class = worker_class
         self._tokens: TokenReader | None = None
+        self._fetched: tuple[Digest, dict[str, Floats]] | None = None
+        """The last checkpoint fetched, by root; the same arrays as the worker's base."""
         self._failures = Backoff(entropy)
         self._failed_before = False
         peer = Peer(
@@ -94,6 +101,10 @@ class Miner:
         self._report("draining: the work in hand is finished, nothing new is taken; again to leave at once")
         self.link.drain()
 
+    def line(self) -> str:
+        """What this miner does now, in one line for its owner."""
+        return self.link.waiting or self.status.line(self._clock.now())
+
     async def run(self) -> str:
         """Work until there is nothing more to do here; says why in plain words.
 
@@ -101,6 +112,7 @@ class Miner:
         for longer than allowed."""
         while True:
             session = await self.link.join()
+            began = self._clock.now()
             shower = await self._begin(session)
             try:
                 return await self._work(shower)
@@ -109,6 +121,8 @@ class Miner:
             finally:
                 await shower.close()
                 await self._compute.run(self._end)
+            if self._clock.now() - began < QUICK:
+                await self._clock.sleep(self._failures.pause())
 
     # ------------------------------------------------------------------------------------------------------ session
 
@@ -144,7 +158,7 @@ class Miner:
     def _end(self) -> None:
         if self.worker is not None:
             self.worker.close()
-            self.worker = None
+        self.worker = self._fetched = None
 
     # --------------------------------------------------------------------------------------------------------- loop
 
@@ -223,8 +237,7 @@ class Miner:
             )  # fmt: skip
             if task.stage != worker.stage:
                 raise IotaError("stale", f"told to load stage {task.stage}, this session holds stage {worker.stage}")
-            arrays = await fetch_state(self._objects, self._compute, sheet, worker.reduced)
-            return Given(checkpoint=sheet.checkpoint, arrays=arrays)
+            return Given(checkpoint=sheet.checkpoint, arrays=await self._state_of(sheet, worker))
         first, last = worker.trainer.first, worker.trainer.last
         ids = labels = None
         if (first and (isinstance(task, tasks.Forward) or task.with_input)) or (last and self._tokens is not None):
@@ -232,21 +245,37 @@ class Miner:
             ids, labels = await self._tokens.batch_windows(task.sample)
         return Given(heard.tensors, heard.heads, ids if first else None, labels if last else None)
 
+    async def _state_of(self, sheet: CheckpointSheet, worker: StageWorker) -> dict[str, Floats]:
+        """The checkpoint's parts. What was fetched for a load that came too late serves the next load of the same."""
+        root = sheet.checkpoint.root()
+        if self._fetched is None or self._fetched[0] != root:
+            self._fetched = None
+            worker.release()
+            self._fetched = root, await fetch_state(self._objects, self._compute, sheet, worker.reduced)
+        return self._fetched[1]
+
     async def _merge(self, task: tasks.Upload | tasks.Reduce, heard: Heard) -> Work:
-        worker = self.worker
-        assert worker is not None
+        """Upload or reduce, as long as the announced deadline allows: later, nobody could use it."""
+        left = max(task.deadline - heard.answer.time, 0.0) + DEADLINE_GRACE
         try:
-            if isinstance(task, tasks.Reduce):
-                sheet: tasks.ReduceSheet = open_sheet(_attached(heard), tasks.ReduceSheet)
-                return Work(await self._reducer.reduce(task, sheet))
-            upload = worker.upload
-            if upload is None or upload.epoch != task.epoch:
-                raise IotaError("stale", f"there is no upload of epoch {task.epoch} here")
-            await self._objects.put(task.url, upload.pieces)
-            await self._objects.put(task.manifest_url, [upload.encoded])
-            return Work(tasks.Done(task=task.task))
-        except IotaError as error:
-            return Work(failed(task.task, error), notices=(str(error),))
+            async with asyncio.timeout(left):
+                if isinstance(task, tasks.Reduce):
+                    sheet: tasks.ReduceSheet = open_sheet(_attached(heard), tasks.ReduceSheet)
+                    return Work(await self._reducer.reduce(task, sheet))
+                return Work(await self._upload(task))
+        except TimeoutError:
+            error = IotaError("too_late", f"the {type(task).__name__.lower()} was not done within {left:.0f} s")
+        except IotaError as failure:
+            error = failure
+        return Work(failed(task.task, error), notices=(str(error),))
+
+    async def _upload(self, task: tasks.Upload) -> tasks.Done:
+        upload = self.worker.upload if self.worker is not None else None
+        if upload is None or upload.epoch != task.epoch:
+            raise IotaError("stale", f"there is no upload of epoch {task.epoch} here")
+        await self._objects.put(task.url, upload.pieces)
+        await self._objects.put(task.manifest_url, [upload.encoded])
+        return tasks.Done(task=task.task)
 
     async def _calm(self, work: Work) -> None:
         """A task that fails again and again is not hammered: growing pauses between the tries."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from iota.core import tasks
-from iota.core.manifest import ChunkManifest, check_chunks, decode, element_range, merkle_root
+from iota.core.manifest import ChunkManifest, check_chunks, chunk_count, decode, element_range, merkle_root
 from iota.core.reduce import Outer, reduce_shard
 from iota.core.values import Digest, Key, sha256
 from iota.errors import IotaError
@@ -22,10 +22,9 @@ from iota.nodes.effects import Compute
 from iota.nodes.miner.load import FETCHES, Floats, gather_all
 from iota.nodes.miner.retain import Buffer, digest_of
 from iota.nodes.miner.stage import StageWorker
+from iota.nodes.reducing import THEIR_FAULT
 from iota.store.remote import Objects
 
-MISSING = ("no_object", "bad_range", "too_large")
-"""Answers of the store that say something about the uploader: the object is not there, or not as long as declared."""
 Read = tuple[str, bytes] | str
 """One part's bytes of one contribution, or why there are none."""
 
@@ -87,7 +86,7 @@ class Reducer:
         return await self._compute.run(_read_manifest, data, names, worker.parameters, contribution.root)
 
     async def _shard(self, work: tasks.ShardWork, contributions: tuple[tasks.Contribution, ...]) -> Finished:
-        chunks = -(-self._worker.parameters * 4 // (64 * 1024))
+        chunks = chunk_count(self._worker.parameters)
         if not 0 <= work.start < work.stop <= chunks:
             raise IotaError(
                 "bad_input", f"shard {work.shard} [{work.start}, {work.stop}) is not within {chunks} chunks"
@@ -179,6 +178,6 @@ def _read_manifest(data: Buffer, names: tuple[str, ...], parameters: int, root: 
 
 
 def _missing(error: IotaError, what: str) -> str:
-    if error.code not in MISSING:
+    if error.code not in THEIR_FAULT:
         raise error
     return f"{what} is not there as committed ({error.code})"

@@ -82,8 +82,8 @@ class Shower:
         self._told = [row for row in self._told if row not in shown]
 
     async def rest(self) -> None:
-        """Between polls while evidence is owed. The orchestrator repeats what is owed in answers that it does not hold,
-        so asking again at once would spin; the pause grows from 20 ms to half a second, and ends when an upload does."""
+        """Between polls while evidence is owed: answers that repeat what is owed are not held, so asking again at once
+        would spin. The pause grows from 20 ms to half a second, and ends when an upload does."""
         if not self._running or self._told:
             self._lull = FIRST_LULL
             return

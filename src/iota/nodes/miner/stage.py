@@ -31,6 +31,7 @@ FAILURES = {
     "no_memory": "no_memory",
     "not_finite": "not_finite",
     "stale": "stale",
+    "too_late": "too_late",
     "no_object": "no_object",
     "corrupt": "no_object",
     "expired": "no_object",
@@ -174,6 +175,11 @@ class StageWorker:
 
     # --------------------------------------------------------------------------------------------------------- load
 
+    def release(self) -> None:
+        """Another state is about to be fetched: free what only the old one's merge needed. Until it is loaded, every
+        other task is stale."""
+        self.base, self.upload, self.epoch = {}, None, 0
+
     def _load(self, task: tasks.Load, given: Given) -> Work:
         checkpoint, arrays = given.checkpoint, given.arrays
         assert checkpoint is not None, "a load comes with its checkpoint"
@@ -199,7 +205,7 @@ class StageWorker:
         """The inner moments to start with: merged, carried over a sync, or zeros (None)."""
         if self.moments:
             return arrays.get("m"), arrays.get("v")
-        if self.config.merge.inner_state == "carry" and isinstance(task, tasks.Prove) and self.epoch:
+        if self.config.merge.inner_state == "carry" and isinstance(task, tasks.Prove) and self.trainer.loaded:
             state = self.trainer.state()
             return state.m, state.v
         return None, None

@@ -228,7 +228,7 @@ class Orchestrator:
             return "", ""
         lease = self.machine.soft.lease.get(m.number)
         if isinstance(turn.result, tasks.Passed):
-            return self.relay.problem(turn.result, incoming.tensors, lease, m.stage)
+            return self.relay.problem(turn.result, incoming.tensors, incoming.control.tensors, lease, m.stage)
         if incoming.tensors:
             return "bad_input", f"a {type(turn.result).__name__} carries no tensors"
         if isinstance(turn.result, tasks.Done) and lease is not None and lease.kind == "upload":

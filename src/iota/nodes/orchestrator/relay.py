@@ -38,7 +38,12 @@ class Relay:
         return len(self._held)
 
     def problem(
-        self, result: tasks.Passed, tensors: tuple[Tensor, ...], lease: Lease | None, stage: int
+        self,
+        result: tasks.Passed,
+        tensors: tuple[Tensor, ...],
+        heads: tuple[TensorHead, ...],
+        lease: Lease | None,
+        stage: int,
     ) -> tuple[str, str]:
         """Why the tensors of a pass cannot be right: (code, text), or ("", "")."""
         if lease is None or lease.task != result.task:
@@ -46,6 +51,9 @@ class Relay:
         wanted = 1 if lease.kind == "f" or stage > 0 else 0
         if len(tensors) != wanted:
             return "bad_input", f"a {lease.kind} pass of stage {stage} carries {wanted} tensors, got {len(tensors)}"
+        sent = heads[0].digest if heads else ""
+        if result.out != sent:
+            return "bad_input", "the result's digest of its output is not that of the tensor sent with it"
         for tensor in tensors:
             if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
                 return (

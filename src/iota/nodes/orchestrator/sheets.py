@@ -120,6 +120,8 @@ def _facts(mc: Machine, facts: Facts) -> tasks.MinerFacts:
         session=facts.session,
         stage=facts.stage,
         heads=tuple(facts.heads),
+        outs=tuple(facts.outs),
+        losses=tuple(facts.losses),
         accepted=tuple(facts.accepted),
         cuts=tuple(facts.cuts),
         upload_root=facts.root,
