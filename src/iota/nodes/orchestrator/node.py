@@ -193,28 +193,34 @@ class Orchestrator:
     async def _turn(self, incoming: Incoming, turn: tasks.Turn) -> Outgoing:
         key, now = incoming.sender, self.clock.now()
         problem = await self._problem(key, turn, incoming)
+        event = self._poll_event(key)
+        event.clear()  # before the question: what changes after the answer sets it
         out = self.machine.turn(key, turn, _body_digest(incoming), now, problem)
         m = self.machine.state.members[self.machine.state.by_key[key]]
         self._keep(m, turn, out, incoming)
         outgoing = self._outgoing(m, turn, out)  # before anything is awaited: what it relays may be released meanwhile
         await self.commit(self._mark(incoming))
-        return await self._hold(m, turn) if self._may_hold(turn, out) else outgoing
+        return await self._hold(m, turn, event) if self._may_hold(turn, out) else outgoing
+
+    def _poll_event(self, key: Key) -> asyncio.Event:
+        """Set whenever a member's wait may be over."""
+        m = self.machine.state.member(key)
+        return asyncio.Event() if m is None else self._polls.setdefault(m.number, asyncio.Event())
 
     def _may_hold(self, turn: tasks.Turn, out: Outcome) -> bool:
         """A poll that brought nothing and gets nothing is held; whatever carries news goes at once."""
         return isinstance(out.task, tasks.Wait) and turn.result is None and not (out.step or out.shows or turn.shown)
 
-    async def _hold(self, m: Member, turn: tasks.Turn) -> Outgoing:
-        event = self._polls.setdefault(m.number, asyncio.Event())
+    async def _hold(self, m: Member, turn: tasks.Turn, event: asyncio.Event) -> Outgoing:
         end = self.clock.now() + self.config.limits.poll
         while True:
-            event.clear()
             left = end - self.clock.now()
             try:
                 async with asyncio.timeout(max(left, 0.0)):
                     await event.wait()
             except TimeoutError:
                 left = 0.0
+            event.clear()
             out = self.machine.again(m.key, turn, self.clock.now())
             outgoing = self._outgoing(m, turn, out)
             await self.commit()
