@@ -14,6 +14,7 @@ from iota.net.http import HttpServer
 from iota.net.transport import Buffer
 from iota.nodes import folder as folders
 from iota.nodes.ask import get_page
+from iota.nodes.checkpoint import write_checkpoints
 from iota.nodes.effects import Clock, Entropy
 from iota.nodes.folder import Keys, RunFolder
 from iota.nodes.orchestrator import views
@@ -164,8 +165,12 @@ def _all_told(node: Orchestrator, now: float) -> bool:
 
 
 def write_history(node: Orchestrator, folder: RunFolder) -> None:
-    """Put what the report needs into the run's folder. Raises IotaError `disk_full`."""
+    """Put what the report and the export need into the run's folder: the history, and which checkpoint is the newest
+    complete one. Raises IotaError `disk_full`."""
     write_atomic(folder.history, [msgspec.json.encode(views.history(node))], durable=False)
+    checkpoints = node.machine.state.checkpoints
+    if len({checkpoint.epoch for checkpoint in checkpoints}) == 1:
+        write_checkpoints(folder.path, checkpoints)
 
 
 def _health(node: Orchestrator, now: float) -> bytes:
