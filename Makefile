@@ -12,7 +12,8 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3 python3.13 python3.12 python3.11; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 TORCH_INDEX ?=
-PIP := $(BIN)/python -m pip install -q --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+# Without --no-compile, pip would compile all of torch; the little that is used is compiled when it is first loaded.
+PIP := $(BIN)/python -m pip install -q --no-compile --disable-pip-version-check $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 # pip repeats some harmless lines about places it does not look at; everything else it says is shown.
 QUIET := 2> >(grep -v 'Location .* is ignored' >&2)
 DEMO := runs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -47,6 +48,7 @@ $(BIN)/python:
 $(VENV)/.ready: pyproject.toml | $(BIN)/python
 	@echo "installing what iota needs into $(VENV)"
 	@$(PIP) -e '.[plots]' $(QUIET)
+	@$(BIN)/python -c 'import torch, aiohttp, nacl'
 	@touch $@
 
 $(VENV)/.ready-dev: pyproject.toml | $(BIN)/python

@@ -1,4 +1,4 @@
-"""A swarm in memory that plays miners and validators against `Machine`: fake digests, virtual time, no torch or network.
+"""A swarm in memory that plays miners and validators against `Machine`: fake digests, virtual time, no torch.
 
 Peers behave as real ones do (one request brings a result and takes the next task, idle polls are held and woken), and
 every event goes through `events.encode` into a journal, so a restart is a replay of bytes. `Books` follows the events

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
-from machine_swarm import PARAMETERS, Peer, Swarm, config
+from msgspec.structs import replace
 
 from iota.core import tasks
 from iota.core.machine import events as ev
 from iota.core.machine import merging
+from machine_swarm import PARAMETERS, Peer, Swarm, config
 
 
 def one_stage(miners: int, validator: bool = True, **sections: dict) -> tuple[Swarm, list[Peer]]:
@@ -40,7 +43,7 @@ def test_every_pair_has_its_shard_and_checkpoints_cover_all(miners: int) -> None
         for part in ("weights", "momentum", "m", "v"):
             pieces = [p for p in c.pieces if p.part == part]
             assert pieces[0].start == 0 and pieces[-1].stop == PARAMETERS
-            assert all(a.stop == b.start for a, b in zip(pieces, pieces[1:], strict=False))
+            assert all(a.stop == b.start for a, b in itertools.pairwise(pieces))
     first = swarm.seen(ev.StageMerged)[0].checkpoint
     assert first.t == round(sum(swarm.mc.state.epochs[1].steps.values()) / miners)
 
@@ -62,7 +65,7 @@ def test_commit_after_the_deadline_is_too_late_and_not_merged() -> None:
     assert plan.members == (a.member.number,) and plan.missed == () and plan.qualified == 2
     assert b.member.loaded == 2 and b.member.total > 0
     credits = [st.credit for e in swarm.mc.state.ledger for st in e.statements if st.credit.epoch == 1]
-    assert [c.state for c in credits if c.key == b.key][0] == "unmeasured"
+    assert next(c.state for c in credits if c.key == b.key) == "unmeasured"
 
 
 def test_commit_without_upload_is_a_miss() -> None:
@@ -99,8 +102,6 @@ def test_commitment_must_fit_the_books() -> None:
     swarm.run(lambda: bool(a.answers) and isinstance(a.answers[-1][1].task, tasks.Commit))
     good = a.result(a.answers[-1][1])
     assert isinstance(good, tasks.Committed)
-    from msgspec.structs import replace
-
     wrong = [
         replace(good, length=good.length + 1),
         replace(good, commitment="0" * 64),
@@ -225,7 +226,7 @@ def test_without_a_validator_the_orchestrator_recomputes() -> None:
 
 
 def test_dispute_that_nobody_settles_ends_with_the_old_value() -> None:
-    swarm, (a, b) = one_stage(2, merge={"members": 2, "dispute_limit": 3.0, "phase_limit": 60.0})
+    swarm, (_a, b) = one_stage(2, merge={"members": 2, "dispute_limit": 3.0, "phase_limit": 60.0})
     b.lies = True
     swarm.peers[0].lazy = {"Recompute"}
     swarm.until_phase("reduce")
@@ -237,7 +238,7 @@ def test_dispute_that_nobody_settles_ends_with_the_old_value() -> None:
 
 
 def test_dispute_survives_a_restart() -> None:
-    swarm, (a, b) = one_stage(2)
+    swarm, (_a, b) = one_stage(2)
     b.lies = True
     swarm.until_phase("reduce")
     swarm.run(lambda: bool(swarm.mc.soft.disputed_at))

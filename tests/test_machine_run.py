@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from machine_swarm import OPERATOR, Swarm, config
 
 from iota.core import tasks
 from iota.core.machine import events as ev
 from iota.core.machine import phases
 from iota.errors import ConfigError, Refused
+from machine_swarm import OPERATOR, Swarm, config
 
 
 def small(**sections: dict) -> Swarm:
@@ -288,7 +288,8 @@ def test_pause_moves_deadlines_also_across_a_restart(phase: str) -> None:
 
 def test_operators_only() -> None:
     swarm = small()
-    for command, by, code in (("pause", "0" * 64, "not_operator"), ("dance", OPERATOR, "bad_command"), ("resume", OPERATOR, "no_effect")):  # fmt: skip
+    rows = (("pause", "0" * 64, "not_operator"), ("dance", OPERATOR, "bad_command"), ("resume", OPERATOR, "no_effect"))
+    for command, by, code in rows:
         with pytest.raises(Refused) as refused:
             swarm.call(lambda mc, now, c=command, b=by: mc.operate(c, "", b, now))
         assert refused.value.code == code

@@ -1,14 +1,14 @@
-"""TRAIN, its drain and membership: silent death, sessions, lost replies, B_min, quorum, windows. Right values throughout."""
+"""TRAIN, its drain and membership: silent death, sessions, lost replies, B_min, quorum, windows."""
 
 from __future__ import annotations
 
 import pytest
-from machine_swarm import Peer, Swarm, config
 
 from iota.core import tasks
 from iota.core.machine import events as ev
 from iota.core.machine import phases, training
 from iota.errors import Refused
+from machine_swarm import Peer, Swarm, config
 
 
 def three_by_two(**sections: dict) -> Swarm:
@@ -139,7 +139,7 @@ def test_accepting_reply_is_repeated_with_its_step() -> None:
 
 
 def test_step_told_beside_no_result_binds_its_turn_too() -> None:
-    """The incomplete rest at the drain: the answer to an empty poll says step; another body under its number is refused."""
+    """The incomplete rest at the drain: the answer to an empty poll says step; another body is refused."""
     swarm = Swarm(config(train={"accumulate": 3}), 1)
     swarm.add()
     swarm.run(lambda: bool(swarm.seen(ev.Stepped)))

@@ -161,7 +161,7 @@ class Show(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_f
 
 
 class Leave(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """The run ended, or this peer is not wanted: stop. `code`: finished | banned | replaced."""
+    """The run ended, or this peer is not wanted: stop. `code`: finished | drained | banned | replaced."""
 
     code: str
     text: str

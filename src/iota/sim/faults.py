@@ -134,6 +134,11 @@ class Injector:
             else:
                 loop.call_at(fault.at, self._begin, number)
 
+    def add(self, fault: Fault) -> None:
+        """One more fault, that begins now (a script decides when; `at` is not looked at)."""
+        self.plan = FaultPlan((*self.plan.faults, fault), self.plan.seed)
+        self._begin(len(self.plan.faults) - 1)
+
     def attach(self, host: Host) -> None:
         """Make `host` the machine that faults of its name befall from now on."""
         self.hosts[host.name] = host

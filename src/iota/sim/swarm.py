@@ -8,14 +8,18 @@ same at every run.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from iota.config.schema import Manifest, RunConfig
 from iota.core.machine import events as ev
 from iota.core.machine.state import RunState
+from iota.errors import IotaError
 from iota.net.peer import Caller
 from iota.nodes.miner.node import Miner, MinerSettings
+from iota.nodes.miner.retain import Retention
 from iota.nodes.miner.stage import StageWorker
 from iota.nodes.orchestrator.create import create_run
 from iota.nodes.orchestrator.node import Orchestrator
@@ -27,7 +31,8 @@ from iota.sim.faults import FaultPlan, Injector
 from iota.sim.loop import VirtualLoop
 from iota.sim.network import Link, SimNetwork, SimObjects
 from iota.store.blobs import MemoryBlobs
-from iota.store.journal import MemoryJournal
+from iota.store.files import disk_error
+from iota.store.journal import Entry, MemoryJournal
 from iota.store.manifest import OBJECT
 from iota.store.remote import DirectObjects
 from iota.wire.keys import Identity
@@ -47,10 +52,44 @@ def steady(seconds: float) -> Cost:
     return lambda work, args: seconds
 
 
+class WatchedJournal(MemoryJournal):
+    """Tells `watchers` every event once it is in the journal, before any reply that rests on it leaves."""
+
+    def __init__(self, run: str, watchers: Sequence[Callable[[ev.Event], None]]) -> None:
+        super().__init__(run)
+        self._watchers = watchers
+
+    def append(self, rows: Sequence[Entry], marks: Mapping[str, int] | None = None) -> asyncio.Future[int]:
+        done = super().append(rows, marks)
+        for _, _, payload in rows:
+            event = ev.decode(payload)
+            for watch in self._watchers:
+                watch(event)
+        return done
+
+
+class SimRetention(Retention):
+    """A miner's evidence on the real disk, which is full whenever a fault says so."""
+
+    def __init__(self, folder: Path, max_disk: int, injector: Injector, name: str) -> None:
+        super().__init__(folder, max_disk)
+        self._injector, self._name = injector, name
+
+    @contextlib.contextmanager
+    def _writing(self, path: Path, need: int) -> Iterator[None]:
+        with super()._writing(path, need):
+            try:
+                self._injector.check_disk(self._name)
+            except OSError as error:
+                raise disk_error(error, path, need) from error
+            yield
+
+
 class Swarm:
     """Orchestrator, miners and validators of one run. `folder`: scratch space for miners' evidence.
 
-    `workers[name]` replaces a miner's StageWorker (adversaries); `speeds[name]` multiplies its compute time."""
+    `workers[name]` replaces a miner's StageWorker (adversaries); `speeds[name]` multiplies its compute time.
+    `watchers` hear every event when it was journaled; `ended` and `failed` hold each finished node's last word."""
 
     def __init__(
         self,
@@ -75,7 +114,10 @@ class Swarm:
         self.reports: list[tuple[float, str, str]] = []
         self.orchestrator: Orchestrator | None = None
         self.miners: dict[str, Miner] = {}
+        self.validators: dict[str, Validator] = {}
+        self.watchers: list[Callable[[ev.Event], None]] = []
         self.ended: dict[str, str] = {}
+        self.failed: dict[str, IotaError] = {}
         self._identity = identity_of(seed, ORCHESTRATOR)
         self._cost, self._workers, self._speeds = cost, workers or {}, speeds or {}
         self._starts: dict[str, int] = {}
@@ -88,17 +130,17 @@ class Swarm:
         """Create the run and start every node."""
         now, key = self.loop.now(), self._identity.key
         self.manifest = await create_run(self.config, self.blobs, key, now, self._identity.sign)
-        self.journal = MemoryJournal(self.manifest.run)
+        self.journal = WatchedJournal(self.manifest.run, self.watchers)
         await self.start_node(ORCHESTRATOR)
         for name in self.names:
             await self.start_node(name)
 
     async def finish(self) -> RunState:
         """Wait until the run has ended and every node heard so; returns the final state."""
-        while not (self.orchestrator is not None and self.orchestrator.finished):
+        while not (self.up(ORCHESTRATOR) and self.orchestrator is not None and self.orchestrator.finished):
             await asyncio.sleep(0.5)
         for _ in range(60):
-            if all(name in self.ended for name in self.names):
+            if all(name in self.ended or name in self.failed or not self.up(name) for name in self.names):
                 break
             await asyncio.sleep(0.5)
         return await self.close()
@@ -135,6 +177,7 @@ class Swarm:
         self.injector.attach(host)
         self.network.attach(host)
         self.ended.pop(name, None)
+        self.failed.pop(name, None)
         if name == ORCHESTRATOR:
             await self._start_orchestrator(host)
         elif name.startswith("miner"):
@@ -146,8 +189,17 @@ class Swarm:
         """kill -9 a node's machine; `start_node` starts it again."""
         self.injector.hosts[name].kill()
 
-    async def _live(self, name: str, life: asyncio.Future[str] | object) -> None:
-        self.ended[name] = await life  # type: ignore[misc]
+    def up(self, name: str) -> bool:
+        """Whether a node's machine runs (a frozen one does)."""
+        host = self.injector.hosts.get(name)
+        return host is not None and not host.gate.dead
+
+    async def _live(self, name: str, life: Coroutine[Any, Any, str]) -> None:
+        """A node's process: it ends with a word, or with the error that its owner would read."""
+        try:
+            self.ended[name] = await life
+        except IotaError as error:
+            self.failed[name] = error
 
     async def _start_orchestrator(self, host: Host) -> None:
         assert self.manifest is not None and self.journal is not None
@@ -191,9 +243,21 @@ class Swarm:
             compute=host.compute,
             entropy=host.entropy,
             report=self._report(host.name),
-            worker_class=self._workers.get(host.name, StageWorker),
+            worker_class=self._worker(host.name),
         )
         return miner
+
+    def _worker(self, name: str) -> type[StageWorker]:
+        """The miner's stage worker, on a disk that faults can fill."""
+        injector = self.injector
+
+        class Simulated(self._workers.get(name, StageWorker)):  # type: ignore[misc]
+            def __init__(self, *args: Any) -> None:
+                super().__init__(*args)
+                folder, max_disk = args[6], args[7]
+                self.retention = SimRetention(folder, max_disk, injector, name)
+
+        return Simulated
 
     def _validator(self, host: Host) -> Validator:
         folder = self.folder / host.name
@@ -203,7 +267,7 @@ class Swarm:
             engine = Engine(manifest.config, manifest.cuts, "cpu", manifest.config.train.dtype)
             return InlineReplayer(engine, host.compute)
 
-        return Validator(
+        validator = self.validators[host.name] = Validator(
             ValidatorSettings(folder=folder),
             self._caller(host),
             self._objects(host),
@@ -213,6 +277,7 @@ class Swarm:
             entropy=host.entropy,
             report=self._report(host.name),
         )
+        return validator
 
     def _restart(self, name: str) -> None:
         self.loop.create_task(self.start_node(name), name=f"restart {name}")

@@ -18,7 +18,7 @@ def policy(mc: Machine) -> pay.Policy:
 
 
 def close_epochs(mc: Machine) -> None:
-    """Close, in order, every epoch whose merge is drawn and whose audits, redrawn ones of epochs before too, are closed."""
+    """Close, in order, every epoch whose merge is drawn and whose audits (redrawn older ones too) are closed."""
     s = mc.state
     while True:
         epoch = len(s.ledger) + 1

@@ -20,6 +20,8 @@ from iota.core.machine.state import MERGING, TRAINING, AuditRecord, Member, RunS
 from iota.core.values import Checkpoint, Digest, Key
 from iota.errors import Refused
 
+NEVER = (0, "")
+
 
 @dataclass(slots=True)
 class Outcome:
@@ -41,6 +43,7 @@ class Machine:
         self.parameters = parameters
         self.plans: dict[int, butterfly.Plan] = {}
         self.check_phase = False
+        self.may_step = False
         self._secret = secret
         self._events: list[ev.Event] = []
         self._open_audits: dict[int, AuditRecord] = {}
@@ -134,6 +137,7 @@ class Machine:
         `problem`: (code, text) of what the node found wrong with the attached tensors or objects; the result is then
         declined and its work goes to somebody else."""
         m = membership.check_session(self, key, turn.session)
+        _check_order(m, turn, body)
         soft = self.soft
         soft.seen[m.number] = now
         if m.number in soft.suspect:
@@ -141,6 +145,7 @@ class Machine:
             soft.trainers, self.check_phase = None, True
         if turn.draining and m.number not in soft.draining:
             self._drain(m)
+        self.may_step = turn.seq > m.last_seq and turn.seq > soft.asked.get(m.number, NEVER)[0]
         verdict, step = self._judge(m, turn, body, problem, now)
         for shown in turn.shown:
             auditing.on_shown(self, m, shown, now)
@@ -155,6 +160,7 @@ class Machine:
         """A held poll asks once more, for the turn it came with."""
         m = membership.check_session(self, key, turn.session)
         self.soft.seen[m.number] = now
+        self.may_step = turn.seq == self.soft.asked.get(m.number, NEVER)[0]
         task, attach = self._task(m, turn.seq, now)
         step = m.last_seq == turn.seq and m.last_step
         return Outcome(None, step, task, attach, auditing.shows(self, m) if self._open_audits else ())
@@ -216,8 +222,9 @@ class Machine:
     # ------------------------------------------------------------------------------------------------ inside a turn
 
     def step(self, m: Member, seq: int) -> None:
-        """Tell a member to step outside of an accepting reply: in the answer to its turn `seq`."""
-        asked, body = self.soft.asked.get(m.number, (0, ""))
+        """Tell a member to step outside of an accepting reply: in the answer to its turn `seq`. Only while `may_step`:
+        the answer to a turn that came again may be dropped as a double, and the step with it."""
+        asked, body = self.soft.asked.get(m.number, NEVER)
         self.emit(ev.Stepped(m.number, seq, m.pending, body if asked == seq else ""))
 
     def _end_rests(self, now: float) -> None:
@@ -243,15 +250,7 @@ class Machine:
     def _judge(
         self, m: Member, turn: tasks.Turn, body: Digest, problem: tuple[str, str], now: float
     ) -> tuple[tasks.Verdict | None, bool]:
-        if turn.seq < m.last_seq:
-            raise Refused(
-                "old_turn", f"turn {turn.seq} is older than {m.last_seq}, the last one judged", "Go on from there."
-            )
         if turn.seq == m.last_seq:
-            if m.last_body and body != m.last_body:
-                raise Refused(
-                    "idempotency", f"turn {turn.seq} was judged with another body", "Repeat a request unchanged."
-                )
             return (_verdict(m) if turn.result is not None else None), m.last_step
         if turn.result is None:
             return None, False
@@ -326,6 +325,8 @@ class Machine:
             return self._load(m, tasks.Prove, now, "the merged state") if m.loaded != s.epoch else None
         if s.phase in TRAINING:
             if training.step_due(self, m):
+                if not self.may_step:
+                    return None
                 self.step(m, seq)
                 self._settle(now)
                 self.wake_everyone()
@@ -393,6 +394,16 @@ class Machine:
             before = self.soft.waiting_since[m.number] = (code, now)
         until = self.state.phase_until if self.state.paused is None else None
         return tasks.Wait(code=code, text=text, since=before[1], until=until)
+
+
+def _check_order(m: Member, turn: tasks.Turn, body: Digest) -> None:
+    """Refuse what must not change anything: a turn from the past, another body under a judged turn's number."""
+    if turn.seq < m.last_seq:
+        raise Refused(
+            "old_turn", f"turn {turn.seq} is older than {m.last_seq}, the last one judged", "Go on from there."
+        )
+    if turn.seq == m.last_seq and m.last_body and body != m.last_body:
+        raise Refused("idempotency", f"turn {turn.seq} was judged with another body", "Repeat a request unchanged.")
 
 
 def _verdict(m: Member) -> tasks.Verdict:

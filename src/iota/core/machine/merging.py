@@ -1,6 +1,6 @@
-"""MERGE: commitments, uploads, the butterfly plan, shard reports and how they settle, the merged checkpoint.
+"""MERGE: commitments, uploads, the butterfly plan, tasks to reduce and what comes back.
 
-Design section 5; paper section 5. Decisions about one shard are `core.agreement.decide`'s.
+Design section 5; paper section 5. How shards settle and become a checkpoint: `settling`.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
-from iota.core import agreement, butterfly, tasks
+from iota.core import butterfly, tasks
 from iota.core import manifest as chunk_manifest
 from iota.core import reduce as reducing
 from iota.core.machine import events as ev
 from iota.core.machine.state import Member, StageMerge
-from iota.core.values import CHUNK_BYTES, Checkpoint, Digest, Key, Piece
+from iota.core.values import CHUNK_BYTES, Digest, Key
 
 if TYPE_CHECKING:
     from iota.core.machine.machine import Machine
@@ -72,6 +72,8 @@ def next_task(mc: Machine, m: Member, seq: int, now: float) -> tasks.Task | None
     until = s.phase_until or now
     if s.phase == "commit" and owes_commit(mc, m):
         if m.pending:  # the incomplete rest at the drain
+            if not mc.may_step:
+                return None
             mc.step(m, seq)
         return mc.lease(m, "commit", now, until, lambda i: tasks.Commit(task=i, epoch=s.epoch, deadline=until))
     committed = s.commitments.get(m.number)
@@ -222,7 +224,7 @@ def sheet(mc: Machine, merge: StageMerge, shards: list[int], who: str, third: bo
     return tasks.ReduceSheet(tuple(sorted(rows, key=lambda c: c.key)), tuple(work), base, {})
 
 
-def _owed(mc: Machine, merge: StageMerge, number: int) -> list[int]:
+def owed(mc: Machine, merge: StageMerge, number: int) -> list[int]:
     """Shards that a member still has to reduce."""
     key = mc.state.members[number].key
     plan = plan_of(mc, merge)
@@ -231,11 +233,11 @@ def _owed(mc: Machine, merge: StageMerge, number: int) -> list[int]:
     return [
         shard
         for shard in sorted({*own, *extra})
-        if shard not in merge.settled and number not in merge.reports.get(shard, {}) and not _empty(plan, shard)
+        if shard not in merge.settled and number not in merge.reports.get(shard, {}) and not empty(plan, shard)
     ]
 
 
-def _empty(plan: butterfly.Plan, shard: int) -> bool:
+def empty(plan: butterfly.Plan, shard: int) -> bool:
     start, stop = plan.range(shard)
     return start == stop
 
@@ -245,14 +247,14 @@ def _reduce_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
     merge = s.merges.get(m.stage)
     if merge is None or merge.done or m.loaded != s.epoch - 1:
         return None
-    owed = _owed(mc, merge, m.number)
-    if not owed:
+    shards = owed(mc, merge, m.number)
+    if not shards:
         return None
     until = s.phase_until or now
     return mc.lease(
         m, "reduce", now, until,
         lambda i: tasks.Reduce(task=i, epoch=s.epoch, stage=m.stage, deadline=until),
-        ("reduce", sheet(mc, merge, owed, m.key, False)),
+        ("reduce", sheet(mc, merge, shards, m.key, False)),
     )  # fmt: skip
 
 
@@ -322,64 +324,7 @@ def record_report(
     mc.check_phase = True
 
 
-# ---------------------------------------------------------------------------------------------------- settle
-
-
-def reassigned(mc: Machine) -> int:
-    """How many shards of this epoch were given to new owners."""
-    return sum(len(owners) for merge in mc.state.merges.values() for owners in merge.extra_owners.values())
-
-
-def settle(mc: Machine, now: float, late: bool) -> bool:
-    """Settle what can be settled; True when every shard of every stage is."""
-    return all([_settle_stage(mc, merge, now, late) for merge in list(mc.state.merges.values())])
-
-
-def _settle_stage(mc: Machine, merge: StageMerge, now: float, late: bool) -> bool:
-    plan = plan_of(mc, merge)
-    open_shards = [x for x in range(merge.shards) if x not in merge.settled and not _empty(plan, x)]
-    for shard in open_shards:
-        _settle_shard(mc, merge, plan, shard, now, late)
-    return all(x in merge.settled for x in open_shards)
-
-
-def _settle_shard(mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: int, now: float, late: bool) -> None:
-    s = mc.state
-    reports = merge.reports.get(shard, {})
-    by_key = {s.members[n].key: report[2] for n, report in reports.items()}
-    extra = merge.extra_owners.get(shard, [])
-    keys = plan.owners(shard)
-    asked = [*keys, *(s.members[n].key for n in extra)]
-    gone = [key for key in asked if late or not _can_reduce(mc, s.members[s.by_key[key]])]
-    third = merge.third.get(shard)
-    since = mc.soft.disputed_at.get((merge.stage, shard))
-    expired = since is not None and now >= since + s.config.merge.dispute_limit
-    outcome = agreement.decide(
-        keys,
-        by_key,
-        gone=gone,
-        third=third[2] if third else None,
-        late=expired or (late and bool(by_key or extra)),
-        replacement=s.members[extra[-1]].key if extra else None,
-    )
-    if outcome.kind == "dispute" and since is None:
-        mc.soft.disputed_at[(merge.stage, shard)] = now
-        mc.wake_everyone()
-    elif outcome.kind == "orphaned":
-        _reassign(mc, merge, plan, shard, keys, late)
-    elif outcome.kind in ("kept", "zero") and third is None:
-        mc.soft.keep_wanted[(merge.stage, shard)] = outcome.why
-    elif outcome.final:
-        liars = tuple(s.by_key[key] for key in outcome.liars)
-        winner = s.by_key[outcome.winners[0]] if outcome.winners else THIRD
-        mc.emit(ev.ShardSettled(s.epoch, merge.stage, shard, outcome.kind, winner, liars, outcome.why))
-        mc.soft.disputed_at.pop((merge.stage, shard), None)
-        mc.soft.keep_wanted.pop((merge.stage, shard), None)
-
-
-def _can_reduce(mc: Machine, m: Member) -> bool:
-    """Whether an owner may still deliver: a session that began after TRAIN does not hold the stage's base."""
-    return m.alive and m.loaded == mc.state.epoch - 1 and m.number not in mc.soft.draining
+# ------------------------------------------------------------------------- what the orchestrator does itself
 
 
 def on_kept(mc: Machine, stage: int, shard: int, row: tasks.ShardResult, url: str) -> None:
@@ -416,57 +361,3 @@ def _can_recompute(mc: Machine, m: Member, now: float) -> bool:
     if lease is not None:
         return lease.kind == "recompute"
     return now - mc.soft.seen.get(m.number, 0.0) < mc.state.config.merge.dispute_limit
-
-
-def _reassign(
-    mc: Machine, merge: StageMerge, plan: butterfly.Plan, shard: int, dead: tuple[Key, ...], late: bool
-) -> None:
-    """Give an orphan to a member that can still reduce (and, when the phase is at its end, has done its own part)."""
-    s = mc.state
-    live = [
-        s.members[n].key for n in merge.members if _can_reduce(mc, s.members[n]) and not (late and _owed(mc, merge, n))
-    ]
-    new = butterfly.reassign(shard, dead, live, plan.seed)
-    if new is None:
-        mc.soft.keep_wanted[(merge.stage, shard)] = "both owners are gone and nobody of the merge is left"
-        return
-    mc.emit(ev.ShardReassigned(s.epoch, merge.stage, shard, s.by_key[new], "its owners are gone"))
-    mc.soft.wake.add(s.by_key[new])
-
-
-# ------------------------------------------------------------------------------------------------ checkpoint
-
-
-def finish_stages(mc: Machine) -> None:
-    """The merged shards ARE the checkpoint: name every piece, advance t, for every stage."""
-    s = mc.state
-    for stage in range(s.stages):
-        old = s.checkpoints[stage]
-        if old.epoch == s.epoch:  # finished before the orchestrator was restarted
-            continue
-        merge = s.merges.get(stage)
-        if merge is None:
-            kept = Checkpoint(s.run, s.epoch, stage, old.parameters, old.t, old.pieces)
-            mc.emit(ev.StageMerged(s.epoch, stage, False, kept))
-            continue
-        pieces = _pieces(mc, merge, old.parameters)
-        steps = round(sum(coefficients(mc, merge)[s.members[n].key] * s.commitments[n].steps for n in merge.members))
-        merged = Checkpoint(s.run, s.epoch, stage, old.parameters, old.t + steps, pieces)
-        mc.emit(ev.StageMerged(s.epoch, stage, True, merged))
-
-
-def _pieces(mc: Machine, merge: StageMerge, parameters: int) -> tuple[Piece, ...]:
-    plan = plan_of(mc, merge)
-    pieces: list[Piece] = []
-    for shard in range(merge.shards):
-        low, high = chunk_manifest.element_range(*plan.range(shard), parameters)
-        if low == high:
-            continue
-        winner = merge.settled[shard][1]
-        if winner == THIRD:
-            parts, _length, _digest, obj, _who = merge.third[shard]
-        else:
-            parts, _length, _digest, obj = merge.reports[shard][winner]
-        for i, (name, digest) in enumerate(parts):
-            pieces.append(Piece(name, low, high, obj, 4 * (high - low) * i, digest))
-    return tuple(sorted(pieces, key=lambda p: (p.part, p.start)))

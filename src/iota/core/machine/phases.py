@@ -8,7 +8,7 @@ from statistics import median
 from typing import TYPE_CHECKING
 
 from iota.core import stop
-from iota.core.machine import auditing, books, membership, merging, training
+from iota.core.machine import auditing, books, membership, merging, settling, training
 from iota.core.machine import events as ev
 from iota.core.machine.state import Member
 from iota.core.values import sha256
@@ -202,13 +202,13 @@ def _upload(mc: Machine, now: float) -> None:
 
 
 def _reduce(mc: Machine, now: float) -> None:
-    late, before = due(mc, now), merging.reassigned(mc)
-    if not merging.settle(mc, now, late):
-        if late and merging.reassigned(mc) > before:  # once for each orphan: a new owner has until the same limit again
+    late, before = due(mc, now), settling.reassigned(mc)
+    if not settling.settle(mc, now, late):
+        if late and settling.reassigned(mc) > before:  # once for each orphan: its new owner has a limit too
             until = now + limit(mc, "reduce", mc.state.config.merge.dispute_limit)
             begin(mc, "reduce", now, until, "shards whose owners are gone were given to others")
         return
-    merging.finish_stages(mc)
+    settling.finish_stages(mc)
     begin(mc, "sync", now, now + limit(mc, "sync", 1.0), "every shard is settled")
     books.close_epochs(mc)
 

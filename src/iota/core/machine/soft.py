@@ -46,6 +46,8 @@ class Soft:
     backwards: dict[int, list[int]] = field(default_factory=dict)
     in_flight: dict[int, set[int]] = field(default_factory=dict)
     durations: dict[tuple[int, str], deque[float]] = field(default_factory=dict)
+    quantiles: dict[tuple[int, str, float], float | None] = field(default_factory=dict)
+    noted: int = 0
     speed: dict[int, float] = field(default_factory=dict)
     busy: dict[int, float] = field(default_factory=dict)
     waiting_since: dict[int, tuple[str, float]] = field(default_factory=dict)
@@ -100,17 +102,20 @@ class Soft:
         if recent is None:
             recent = self.durations[key] = deque(maxlen=RECENT)
         recent.append(seconds)
+        self.noted += 1
+        if len(recent) <= 4 or self.noted % 8 == 0:  # an order statistic of 32 need not be sorted out at every task
+            self.quantiles.clear()
         before = self.speed.get(number)
         self.speed[number] = seconds if before is None else 0.8 * before + 0.2 * seconds
         self.busy[number] = self.busy.get(number, 0.0) + seconds
 
     def quantile(self, stage: int, kind: str, q: float) -> float | None:
-        """Quantile of recent durations, None before there are four."""
-        recent = self.durations.get((stage, kind))
-        if recent is None or len(recent) < 4:
-            return None
-        ordered = sorted(recent)
-        return ordered[min(len(ordered) - 1, int(q * len(ordered)))]
+        """Quantile of recent durations (up to eight results old), None before there are four."""
+        key = (stage, kind, q)
+        if key not in self.quantiles:
+            ordered = sorted(self.durations.get((stage, kind), ()))
+            self.quantiles[key] = ordered[min(len(ordered) - 1, int(q * len(ordered)))] if len(ordered) >= 4 else None
+        return self.quantiles[key]
 
     def take(self, number: int, task: int, kinds: str | tuple[str, ...]) -> Lease | None:
         """End the lease that a result answers; None when the member does not hold this task (any more)."""

@@ -1,0 +1,418 @@
+"""Real swarms whose processes are killed at chosen moments, and what must be true of a run afterwards.
+
+A moment is caught by watching the run's status: when the wanted phase and task are seen, a process that the phase waits
+for is stopped (SIGSTOP), the status is read again, and only when the moment still holds the victim is killed (SIGKILL)
+and the stopped process goes on. So a kill hits what it says on any machine, fast or slow; a missed moment comes again
+in the next epoch.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from iota.core import ledger
+from iota.core.machine import events as ev
+from iota.core.queries import LedgerFrom, Operate, Status
+from iota.errors import IotaError
+from iota.nodes.ask import Asker, get_page
+from iota.nodes.real import RealClock, entropy
+from iota.store.files import TEMP_SUFFIX
+from iota.store.sqlite import SqliteJournal
+from iota.wire.keys import Identity
+from ports import free_ports
+
+TINY = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml")
+MINERS = 6
+SETS = (
+    f"swarm.miners={MINERS}",
+    "merge.members=2",
+    "merge.quorum=1.0",
+    "merge.min_batches=16",
+    "merge.epoch_limit=60",
+    "merge.gather_limit=120",
+    "train.lr_tokens=40000",
+    "limits.poll=3.0",
+    "limits.silence=6.0",
+    "audit.final_wait=20",
+)
+LOOK = 0.02
+PATIENCE = 150.0
+"""Seconds to wait for one moment, or for one recovery: a limit for hangs, not a measure of speed."""
+PASSES = ("f", "b", "l")
+TASKS = {"drain": PASSES, "commit": ("commit",), "upload": ("upload",), "reduce": ("reduce",), "sync": ("load",)}
+"""What a miner does that a phase waits for."""
+
+
+@dataclass(frozen=True)
+class Kill:
+    """`who`: orchestrator | blobs | validator | 0 | 1 | 2 (a miner of that stage). `moment`, within the phase: "reply"
+    (a result was judged, the reply is on its way), "acknowledged" (some, not all miners proved the merged state)."""
+
+    who: str | int
+    phase: str
+    moment: str = ""
+
+
+@dataclass(frozen=True)
+class Struck:
+    """A kill that was carried out: by whom, when (Unix time), and what the run said just before."""
+
+    kill: Kill
+    name: str
+    at: float
+    status: dict
+    books: list
+
+
+@dataclass
+class Swarm:
+    """One `iota up` with all its processes. `sessions`: every session id (POSIX) that its children ever had."""
+
+    folder: Path
+    seed: int
+    struck: list[Struck] = field(default_factory=list)
+    sessions: set[int] = field(default_factory=set)
+    asker: Asker | None = None
+    keys: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def log(self):
+        return self.folder.with_suffix(".log")
+
+    def start(self, stop):
+        port, self.blob_port = free_ports(2)
+        where = (f"folder={self.folder}", f"swarm.port={port}", f"swarm.blob_port={self.blob_port}", f"stop={stop}")
+        words = [word for value in (*SETS, *where) for word in ("--set", value)]
+        with self.log.open("wb") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "iota.cli.main", "up", TINY, "--no-report", *words],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ | {"OMP_NUM_THREADS": "1"},
+            )
+
+    # ------------------------------------------------------------------------------------------------- processes
+
+    def pids(self):
+        """Name -> process id of every child that runs now."""
+        found = {}
+        for pid, words in processes():
+            named = next((word for word in words if word.startswith(f"{self.folder}/")), "")
+            if "iota.cli.main" in words and "up" not in words and named:
+                role = next(word for word in words if word in ("orchestrator", "blobs", "miner", "validator"))
+                found[Path(named).name if role in ("miner", "validator") else role] = pid
+        self.sessions.update(found.values())
+        return found
+
+    def name_of(self, key):
+        """miner-N or validator-N of a public key."""
+        for folder in self.folder.glob("*-[0-9]*"):
+            if folder.name not in self.keys and (folder / "key").exists():
+                self.keys[folder.name] = Identity.load(folder / "key").key
+        return next(name for name, own in self.keys.items() if own == key)
+
+    def key_of(self, name):
+        return Identity.load(self.folder / name / "key").key
+
+    @contextlib.contextmanager
+    def frozen(self, *names):
+        """These processes stand still meanwhile; one that ended is left alone."""
+        pids = [pid for name, pid in self.pids().items() if name in names]
+        try:
+            for pid in pids:
+                send(pid, signal.SIGSTOP)
+            yield
+        finally:
+            for pid in pids:
+                send(pid, signal.SIGCONT)
+
+    def end(self):
+        """Whatever happened, nothing of it is left."""
+        pids = set(self.pids().values())
+        if self.process.poll() is None:
+            self.process.kill()
+        self.process.wait()
+        for pid in pids:
+            send(pid, signal.SIGKILL)
+
+    def told(self):
+        """What went on, for a failed test."""
+        logs = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("logs/*.log"))]
+        kills = [f"{row.kill} {row.name} at {row.at:.3f} in epoch {row.status['epoch']}" for row in self.struck]
+        return "\n".join([*kills, self.log.read_text()[-12000:], *logs])
+
+    # ------------------------------------------------------------------------------------------------- questions
+
+    async def ask(self, query, timeout=5.0, identity=None):
+        """The answer's document; None while nobody answers."""
+        if self.asker is None or identity is not None:
+            await self.close()
+            url = self.folder / "join.url"
+            if not url.exists():
+                return None
+            self.asker = Asker(url.read_text(), clock=RealClock(), entropy=entropy, identity=identity)
+        try:
+            return await self.asker.ask(query, timeout)
+        except IotaError:
+            await self.close()
+            return None
+
+    async def status(self):
+        answer = await self.ask(Status())
+        return json.loads(answer) if answer else None
+
+    async def close(self):
+        if self.asker is not None:
+            await self.asker.__aexit__()
+            self.asker = None
+
+    async def until(self, what, condition, seconds=PATIENCE):
+        """The first status for which `condition` gives something true; that."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            assert self.process.poll() is None, f"iota up ended while waiting for {what}\n{self.told()}"
+            status = await self.status()
+            found = condition(status) if status else None
+            if found:
+                return found
+            await asyncio.sleep(LOOK)
+        raise AssertionError(f"waited {seconds:.0f} s for {what}\n{self.told()}")
+
+    # ----------------------------------------------------------------------------------------------------- kills
+
+    async def strike(self, kill, rng):
+        """Carry out one kill, then wait until its victim is back."""
+        end = time.monotonic() + PATIENCE
+        passes = rng.randrange(4, 40)
+        struck = None
+        while struck is None:
+            assert time.monotonic() < end, f"{kill} found no moment\n{self.told()}"
+            status = await self.until(kill, lambda s: s if self._moment(s, kill, passes) else None)
+            if kill.moment == "reply":
+                struck = await self._reply(kill, status, rng)
+            else:
+                struck = await self._hold(kill, status, passes, rng)
+            if struck is None:
+                await asyncio.sleep(LOOK)
+        self.struck.append(struck)
+        await self._recovered(struck)
+
+    def _moment(self, status, kill, passes):
+        """Whether the wanted moment is now, as far as a status tells."""
+        everyone = miners(status)
+        if status["phase"] != kill.phase:
+            return False
+        if kill.phase == "gather":
+            return sum(m["alive"] for m in everyone) >= 2 and (
+                kill.who != "validator" or any(m["alive"] for m in status["validators"])
+            )
+        if kill.phase == "train" and sum(m["passes_epoch"] for m in everyone) < passes:
+            return False
+        if kill.moment == "acknowledged" and not 2 <= acknowledged(status) <= 4:
+            return False
+        if kill.who == "validator" and kill.moment == "audit":
+            return any(m["task"] for m in status["validators"])
+        return bool(self._waited_for(status, kill))
+
+    def _waited_for(self, status, kill):
+        """The miners that the moment is about: those of the victim's stage, or whoever the phase waits for."""
+        rows = [m for m in miners(status) if m["alive"] and (not isinstance(kill.who, int) or m["stage"] == kill.who)]
+        if kill.phase == "gather":
+            return rows
+        if kill.moment == "acknowledged":
+            return [m for m in rows if m["loaded_epoch"] != status["epoch"]]
+        return [m for m in rows if m["task"] in TASKS.get(kill.phase, PASSES)]
+
+    async def _hold(self, kill, status, passes, rng):
+        rows = self._waited_for(status, kill)
+        held = rows if kill.moment == "acknowledged" else rng.sample(rows, min(1, len(rows)))
+        names = [self.name_of(m["key"]) for m in held]
+        name = names[0] if isinstance(kill.who, int) else {"validator": "validator-0"}.get(kill.who, kill.who)
+        with self.frozen(*names):
+            await asyncio.sleep(0.05)  # what they had sent is dealt with
+            status = await self.status()
+            still = status and self._moment(status, kill, passes)
+            if not still or not (kill.phase == "gather" or held_too(status, held, self._waited_for(status, kill))):
+                return None
+            return await self._kill(kill, name, status)
+
+    async def _reply(self, kill, status, rng):
+        """Everyone's results pile up before the stopped orchestrator; then it goes on, and either it dies while it
+        judges them, or a miner dies before it read the reply."""
+        name = "orchestrator"
+        if isinstance(kill.who, int):
+            name = self.name_of(rng.choice(self._waited_for(status, kill))["key"])
+        with self.frozen("orchestrator"):
+            await asyncio.sleep(0.3)
+            if name != "orchestrator":
+                send(self.pids()[name], signal.SIGSTOP)
+        if name == "orchestrator":
+            await asyncio.sleep(rng.uniform(0.002, 0.012))
+            return await self._kill(kill, name, status, books=False)
+        before = next(m for m in miners(status) if self.name_of(m["key"]) == name)
+        await asyncio.sleep(0.1)
+        status = await self.status()
+        now = next(m for m in miners(status) if m["key"] == before["key"]) if status else before
+        if now["busy_seconds"] == before["busy_seconds"] or status["phase"] != kill.phase:
+            send(self.pids()[name], signal.SIGCONT)
+            return None
+        return await self._kill(kill, name, status)
+
+    async def _kill(self, kill, name, status, books=True):
+        document = await self.ask(LedgerFrom(epoch=0)) if books else b""
+        if document is None:
+            return None
+        pid = self.pids().get(name)
+        if pid is None:
+            return None
+        at = time.time()
+        os.kill(pid, signal.SIGKILL)
+        return Struck(kill, name, at, status, ledger.decode(document))
+
+    async def _recovered(self, struck):
+        """Until the victim is back in its place."""
+        if struck.name in ("orchestrator", "blobs"):
+            dead = max(row.at for row in self.struck)
+            port = self.blob_port
+            await self.until(f"{struck.name} to come back", lambda s: s["time"] > dead and struck.name in self.pids())
+            end = time.monotonic() + PATIENCE
+            while struck.name == "blobs":
+                assert time.monotonic() < end, f"the blob service did not come back\n{self.told()}"
+                with contextlib.suppress(IotaError):
+                    await get_page(f"http://127.0.0.1:{port}/health")
+                    return
+                await asyncio.sleep(LOOK)
+            return
+        key = self.key_of(struck.name)
+        before = next(m["session"] for m in everyone(struck.status) if m["key"] == key)
+        await self.until(
+            f"{struck.name} to come back",
+            lambda s: any(m["key"] == key and m["alive"] and m["session"] > before for m in everyone(s)),
+        )
+
+    async def finish(self, tokens):
+        """No more kills: two whole epochs, at least `tokens` in all, then the end."""
+        epoch = await self.until("an epoch to train", lambda s: s["epoch"] if s["phase"] == "train" else 0)
+        rule = f"epochs >= {epoch + 2} and tokens >= {tokens}"
+        done = await self.ask(
+            Operate(command="extend", target=rule), identity=Identity.load(self.folder / "operator.key")
+        )
+        assert done is not None, self.told()
+        self.last_kill_epoch = epoch
+        await self.close()
+
+
+async def run_with_kills(swarm, kills, rng, tokens):
+    """From the start through every kill to the rule that ends the run."""
+    try:
+        await swarm.until("the run's creation", lambda s: "gather" in swarm.log.read_text())
+        for kill in kills:
+            await swarm.strike(kill, rng)
+        await swarm.finish(tokens)
+    finally:
+        await swarm.close()
+
+
+def processes():
+    """(pid, command line words) of everything that runs."""
+    for place in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+            words = (place / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
+            state = (place / "stat").read_text().rpartition(")")[2].split()
+            if state[0] != "Z":
+                yield int(place.name), words
+
+
+def session_of(pid):
+    with contextlib.suppress(ProcessLookupError):
+        return os.getsid(pid)
+    return -1
+
+
+def send(pid, number):
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def miners(status):
+    return [m | {"stage": stage["stage"]} for stage in status["stages"] for m in stage["miners"]]
+
+
+def everyone(status):
+    return miners(status) + status["validators"]
+
+
+def acknowledged(status):
+    return sum(m["alive"] and m["loaded_epoch"] == status["epoch"] for m in miners(status))
+
+
+def held_too(status, held, waited_for):
+    """Whether those who were stopped are still those whom the phase waits for."""
+    return {m["key"] for m in held} <= {m["key"] for m in waited_for}
+
+
+# ------------------------------------------------------------------------------------------------------- afterwards
+
+
+def journaled(folder):
+    """(time, event) of a finished run, in order."""
+    history = json.loads((folder / "history.json").read_text())
+    journal = SqliteJournal(folder / "orchestrator" / "journal.sqlite", history["run"])
+    try:
+        assert journal.notices == []
+        return [(row.time, ev.decode(row.payload)) for row in journal.replay()]
+    finally:
+        journal.close()
+
+
+def sample_books(events):
+    """Count every sample by its own rules, apart from the machine's: opened = full + partial + returned + open, nothing
+    twice in one stage. Returns the counts."""
+    counts = dict.fromkeys(("opened", "full", "partial", "returned"), 0)
+    open_now, waiting, backward = {}, set(), set()
+    fresh = 0
+
+    def close(sample, how):
+        assert (how == "returned") == (not open_now[sample]), (sample, how)
+        del open_now[sample]
+        counts[how] += 1
+        if how == "returned":
+            waiting.add(sample)
+
+    for _, e in events:
+        if isinstance(e, ev.Opened):
+            assert e.sample not in open_now
+            assert e.sample in waiting if e.again else e.sample == fresh
+            fresh += not e.again
+            waiting.discard(e.sample)
+            open_now[e.sample] = 0
+            counts["opened"] += 1
+        elif isinstance(e, ev.Passed) and e.kind != "f":
+            assert (e.sample, e.stage) not in backward, f"sample {e.sample} counted twice in stage {e.stage}"
+            backward.add((e.sample, e.stage))
+            open_now[e.sample] += 1
+            if e.stage == 0:
+                close(e.sample, "full")
+        elif isinstance(e, ev.Passed):
+            assert e.sample in open_now
+        elif isinstance(e, ev.SampleClosed):
+            close(e.sample, e.how)
+        elif isinstance(e, ev.Restarted):
+            for sample, passes in list(open_now.items()):
+                close(sample, "partial" if passes else "returned")
+    counts["open"] = len(open_now)
+    assert counts["opened"] == counts["full"] + counts["partial"] + counts["returned"] + counts["open"]
+    return counts
+
+
+def leftovers(folder):
+    """Temporary and half-written files."""
+    return [str(path) for path in folder.rglob("*") if path.is_file() and path.name.endswith((TEMP_SUFFIX, ".part"))]
