@@ -226,9 +226,11 @@ def test_without_a_validator_the_orchestrator_recomputes() -> None:
 
 
 def test_dispute_that_nobody_settles_ends_with_the_old_value() -> None:
-    swarm, (_a, b) = one_stage(2, merge={"members": 2, "dispute_limit": 3.0, "phase_limit": 60.0})
+    merge = {"members": 2, "dispute_limit": 3.0, "phase_limit": 60.0}
+    swarm, (_a, b) = one_stage(2, merge=merge, limits={"poll": 1.0})  # an idle validator must have spoken lately
     b.lies = True
     swarm.peers[0].lazy = {"Recompute"}
+    swarm.run(lambda: bool(swarm.seen(ev.HeldoutMeasured)))  # a busy validator would not be waited for
     swarm.until_phase("reduce")
     swarm.run(lambda: bool(swarm.mc.soft.disputed_at))
     since = swarm.now

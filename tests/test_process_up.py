@@ -17,11 +17,19 @@ TINY = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml")
 pytestmark = pytest.mark.slow
 
 
-def up(folder, stop, log):
+def up(folder, stop, log, *options):
     port, blob_port = free_ports(2)
     sets = (f"swarm.port={port}", f"swarm.blob_port={blob_port}", f"folder={folder}", f"stop={stop}")
     return subprocess.Popen(
-        [sys.executable, "-m", "iota.cli.main", "up", TINY, *(word for value in sets for word in ("--set", value))],
+        [
+            sys.executable,
+            "-m",
+            "iota.cli.main",
+            "up",
+            TINY,
+            *options,
+            *(word for value in sets for word in ("--set", value)),
+        ],
         stdout=log.open("wb"),
         stderr=subprocess.STDOUT,
         start_new_session=True,
@@ -63,7 +71,7 @@ def test_a_whole_run(tmp_path):
     assert running(folder) == []
     assert (folder / "report.txt").read_text().strip()
 
-    again = up(folder, "epochs >= 3", log)  # a finished run is extended
+    again = up(folder, "epochs >= 3", log, "--no-report")  # a finished run is extended
     assert again.wait(150) == 0, log.read_text()
     assert len(json.loads((folder / "history.json").read_text())["emissions"]) == 3
 

@@ -9,6 +9,9 @@ from typing import Any, TextIO
 
 Status = dict[str, Any]
 
+BRIEF = 1.0
+"""Least seconds between two plain lines."""
+
 
 def status_lines(status: Status, members: bool = False) -> list[str]:
     """The run now, a few lines. `status` as `iota.nodes.orchestrator.views.status` makes it."""
@@ -91,7 +94,7 @@ def short_line(status: Status) -> str:
 
 class Display:
     """Shows status and notices. On a terminal one block is redrawn in place and notices scroll above it; elsewhere one
-    plain line every `every` seconds, and at once when the phase changes."""
+    plain line every `every` seconds, and sooner (`BRIEF`) when the phase changes."""
 
     def __init__(self, out: TextIO | None = None, every: float = 5.0) -> None:
         self._out = out or sys.stdout
@@ -116,7 +119,7 @@ class Display:
             self._lines = status_lines(status)
             self._draw()
             self._out.flush()
-        elif (status["epoch"], status["phase"]) != self._shown or now - self._at >= self._every:
+        elif now - self._at >= (self._every if (status["epoch"], status["phase"]) == self._shown else BRIEF):
             self._shown, self._at = (status["epoch"], status["phase"]), now
             self.say(short_line(status))
 

@@ -89,7 +89,7 @@ async def attend(options: PeerOptions, effects: Effects, role: str, make: Make, 
         with lock_key(identity.key):
             say(f"{role} {identity.key} in {options.folder}")
             finding = retry_until_found(address, clock=clock, say=say, give_up=options.give_up)
-            health = await _unless_stopped(finding, effects.stop)
+            health = await unless_stopped(finding, effects.stop)
             if health is None:
                 return False
             channel, objects, compute = HttpChannel(address.base), HttpObjects(patience=patience), ThreadCompute()
@@ -103,7 +103,7 @@ async def attend(options: PeerOptions, effects: Effects, role: str, make: Make, 
                 await channel.close()
 
 
-async def _unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
+async def unless_stopped(work: Coroutine[Any, Any, T], stop: asyncio.Event) -> T | None:
     """What `work` gives, or None (and it is cancelled) when `stop` is set first."""
     working, stopping = asyncio.ensure_future(work), asyncio.ensure_future(stop.wait())
     try:

@@ -129,14 +129,17 @@ def on_shown(mc: Machine, m: Member, shown: tasks.Shown, now: float) -> None:
 
 
 def next_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
-    """Audits whose evidence is there, oldest first, then the held-out loss of checkpoints this validator owes."""
+    """The held-out loss of the oldest kept checkpoint that this validator owes (one an epoch, so it comes first), then
+    audits whose evidence is there, oldest first."""
     if mc.soft.rest.get(m.number, now) > now:
         return None
+    if (heldout := _heldout_task(mc, m, now)) is not None:
+        return heldout
     leased = {lease.subject for lease in mc.soft.lease.values() if lease.kind == "audit"}
     for audit in mc.open_audits():
         if audit.state == "ready" and audit.audit not in leased:
             return _audit_task(mc, m, audit, now)
-    return _heldout_task(mc, m, now)
+    return None
 
 
 def _audit_task(mc: Machine, m: Member, audit: AuditRecord, now: float) -> tasks.Task:
@@ -158,16 +161,12 @@ def _audit_task(mc: Machine, m: Member, audit: AuditRecord, now: float) -> tasks
 
 def _heldout_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
     s = mc.state
-    epoch = s.checkpoints[0].epoch if s.checkpoints else -1
-    if (
-        epoch < 0
-        or s.phase == "gather"
-        or any(c.epoch != epoch for c in s.checkpoints)
-        or measured(mc, m.number, epoch)
-    ):
+    owed = [epoch for epoch in s.complete if not measured(mc, m.number, epoch)] if s.phase != "gather" else []
+    if not owed:
         return None
+    epoch = min(owed)
     until = now + s.config.audit.audit_limit
-    attach = ("heldout", tuple(s.checkpoints))
+    attach = ("heldout", s.complete[epoch])
     return mc.lease(
         m, "heldout", now, until,
         lambda i: tasks.Heldout(task=i, epoch=epoch, deadline=until), attach, subject=epoch,

@@ -32,6 +32,7 @@ def fold(state: RunState, event: ev.Event) -> None:
 def _run_started(s: RunState, e: ev.RunStarted) -> None:
     s.run, s.started, s.phase_at = e.run, e.at, e.at
     s.checkpoints = list(e.checkpoints)
+    _keep_complete(s)
     s.t = [c.t for c in e.checkpoints]
     s.epoch = 1
 
@@ -296,6 +297,7 @@ def _shard_settled(s: RunState, e: ev.ShardSettled) -> None:
 def _stage_merged(s: RunState, e: ev.StageMerged) -> None:
     s.checkpoints[e.stage] = e.checkpoint
     s.t[e.stage] = e.checkpoint.t
+    _keep_complete(s)
     record = s.record()
     record.merged[e.stage] = e.merged
     merge = s.merges.get(e.stage)
@@ -303,6 +305,15 @@ def _stage_merged(s: RunState, e: ev.StageMerged) -> None:
         merge.done = True
         record.matrix[e.stage] = merge
         record.summary[e.stage] = _summary(merge)
+
+
+def _keep_complete(s: RunState) -> None:
+    """The last few checkpoints that every stage has: what validators measure."""
+    epoch = s.checkpoints[0].epoch
+    if all(checkpoint.epoch == epoch for checkpoint in s.checkpoints):
+        s.complete[epoch] = tuple(s.checkpoints)
+        for old in sorted(s.complete)[: -s.config.limits.keep_checkpoints]:
+            del s.complete[old]
 
 
 def _summary(merge: StageMerge) -> MergeSummary:

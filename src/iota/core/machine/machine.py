@@ -157,9 +157,8 @@ class Machine:
         return Outcome(verdict, step, task, attach, auditing.shows(self, m) if self._open_audits else ())
 
     def again(self, key: Key, turn: tasks.Turn, now: float) -> Outcome:
-        """A held poll asks once more, for the turn it came with."""
+        """A held poll asks once more, for the turn it came with. It is not a sign of life: whoever asked may be gone."""
         m = membership.check_session(self, key, turn.session)
-        self.soft.seen[m.number] = now
         self.may_step = turn.seq == self.soft.asked.get(m.number, NEVER)[0]
         task, attach = self._task(m, turn.seq, now)
         step = m.last_seq == turn.seq and m.last_step

@@ -231,6 +231,7 @@ class RunState:
     tokens: int = 0
     t: list[int] = field(default_factory=list)
     checkpoints: list[Checkpoint] = field(default_factory=list)
+    complete: dict[int, tuple[Checkpoint, ...]] = field(default_factory=dict)
     commitments: dict[int, Commitment] = field(default_factory=dict)
     merges: dict[int, StageMerge] = field(default_factory=dict)
     facts: dict[tuple[int, int, int], Facts] = field(default_factory=dict)

@@ -61,6 +61,8 @@ def route(mc: Machine, sample: int, stage: int, attempt: int, kind: str, lost: i
 def _needy(mc: Machine, live: list[Member]) -> list[Member]:
     """Those below B_min that have room, while there are others; else all."""
     minimum, full, load = mc.state.config.merge.min_batches, max_in_flight(mc), mc.soft.load
+    if not any(m.passes >= minimum for m in live):
+        return live
     short = [m for m in live if m.passes < minimum and load(m.number) < full]
     return short if short and len(short) < len(live) else live
 

@@ -9,7 +9,7 @@ import msgspec
 
 from iota.config.schema import Manifest, RunConfig
 from iota.core.machine import events as ev
-from iota.errors import Unreachable
+from iota.errors import IotaError, Unreachable
 from iota.net.http import HttpServer
 from iota.net.transport import Buffer
 from iota.nodes import folder as folders
@@ -20,6 +20,7 @@ from iota.nodes.folder import Keys, RunFolder
 from iota.nodes.orchestrator import views
 from iota.nodes.orchestrator.create import create_run
 from iota.nodes.orchestrator.node import Orchestrator
+from iota.nodes.peer_process import unless_stopped
 from iota.store.blobs import FolderBlobs
 from iota.store.files import write_atomic
 from iota.store.manifest import OBJECT
@@ -30,6 +31,7 @@ TELL_SECONDS = 15.0
 """How long a finished run's orchestrator stays for peers that have not heard of the end."""
 LOOK_SECONDS = 0.2
 SHOW_PAUSE = 5.0
+"""Least seconds between two notices of a wait, and between two writes of the files for readers."""
 
 Say = Callable[[str], None]
 
@@ -53,7 +55,10 @@ async def serve(
         keys = folders.prepare(folder, config, entropy)
         config = folders.with_operator(config, keys.operator)
         blobs = FolderBlobs(folder.blobs)
-        manifest = await create_run(config, blobs, keys.identity.key, clock.now(), keys.identity.sign, say)
+        creating = create_run(config, blobs, keys.identity.key, clock.now(), keys.identity.sign, say)
+        manifest = await unless_stopped(creating, stop)
+        if manifest is None:  # half a creation is no run: the next start creates it again
+            return False
         await _await_blobs(config, clock, say, stop)
         journal = SqliteJournal(folder.journal, manifest.run)
         try:
@@ -134,12 +139,17 @@ async def _serve(
     server = HttpServer(node.handler, swarm.host, swarm.port, limit=node.message_limit, pages={"/health": health})
     await server.start()
     say(f"join URL: {folder.join_url.read_text(encoding='ascii').strip()}")
+    again = 0.0
     ticking = asyncio.ensure_future(node.run())
     try:
         while not ticking.done() and not stop.is_set() and not _all_told(node, clock.now()):
-            if changed.is_set():
-                changed.clear()
-                write_history(node, folder)
+            if changed.is_set() and clock.now() >= again:
+                again = clock.now() + SHOW_PAUSE
+                try:
+                    write_history(node, folder)
+                    changed.clear()
+                except IotaError as error:  # training does not need these files; the journal has all that is in them
+                    say(f"notice: {error}; trying again in {SHOW_PAUSE:.0f} s")
             await asyncio.wait({ticking}, timeout=LOOK_SECONDS)
         if ticking.done():
             ticking.result()
