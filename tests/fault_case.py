@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+
 from iota.core import butterfly, ledger
 from iota.core.machine import books
 from iota.core.machine import events as ev
@@ -251,6 +252,11 @@ def begins(phase, epoch=1):
 
 def kinds(swarm, kind):
     return [e for e in swarm.events() if isinstance(e, kind)]
+
+
+def of_stage(swarm, stage) -> list[str]:
+    """Names of a stage's miners: the order of arrival is the network's."""
+    return [name for name in swarm.miners if (m := swarm.state.member(swarm.key(name))) and m.stage == stage]
 
 
 async def reboot(swarm, down: float) -> None:

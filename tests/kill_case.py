@@ -143,6 +143,21 @@ class Swarm:
         for pid in pids:
             send(pid, signal.SIGKILL)
 
+    def wait(self, seconds=300.0):
+        """Until `iota up` is done, which it must be in order."""
+        end = time.monotonic() + seconds
+        while self.process.poll() is None:
+            assert time.monotonic() < end, f"no end after {seconds:.0f} s\n{self.told()}"
+            self.healthy()
+            self.pids()
+            time.sleep(0.5)
+        assert self.process.returncode == 0, self.told()
+
+    def healthy(self):
+        """No process met an error that it does not know."""
+        for path in self.folder.glob("logs/*.log"):
+            assert "Traceback" not in path.read_text(), self.told()
+
     def told(self):
         """What went on, for a failed test."""
         logs = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("logs/*.log"))]
@@ -176,7 +191,7 @@ class Swarm:
 
     async def until(self, what, condition, seconds=PATIENCE):
         """The first status for which `condition` gives something true; that."""
-        end = time.monotonic() + seconds
+        end, look = time.monotonic() + seconds, 0.0
         while time.monotonic() < end:
             assert self.process.poll() is None, f"iota up ended while waiting for {what}\n{self.told()}"
             status = await self.status()
@@ -184,6 +199,9 @@ class Swarm:
             if found:
                 return found
             await asyncio.sleep(LOOK)
+            if time.monotonic() > look:
+                look = time.monotonic() + 1.0
+                self.healthy()
         raise AssertionError(f"waited {seconds:.0f} s for {what}\n{self.told()}")
 
     # ----------------------------------------------------------------------------------------------------- kills

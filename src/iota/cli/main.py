@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -38,8 +37,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"iota {__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for group in GROUPS:
-        if importlib.util.find_spec(f"iota.cli.{group}"):
-            importlib.import_module(f"iota.cli.{group}").add(commands)
+        importlib.import_module(f"iota.cli.{group}").add(commands)
     return parser
 
 

@@ -28,7 +28,14 @@ REJOIN = ("rejoin", "session_over", "unknown_key", "old_turn", "idempotency")
 PASSING = ("busy", "replayed")
 """Refusals that time cures."""
 FINAL = ("wrong_signer", "protocol", "wrong_recipient", "malformed")
-"""A bad reply to the very first message: something else answers there. Later, it is damage on the way."""
+"""A bad reply to the very first message, again and again: something else answers there. Else it is damage on the way."""
+DAMAGE = (
+    "truncated", "trailing", "too_large", "malformed", "protocol", "wrong_recipient", "wrong_run", "bad_signature",
+    "unknown_method", "bad_tensor", "wrong_digest", "not_finite",
+)  # fmt: skip
+"""Refusals that a message damaged on its way may bring: the same message, sent again, tells which it was."""
+DAMAGE_TRIES = 3
+"""So many more tries before damage is taken for the truth."""
 TAKEOVER = 20.0
 """Seconds to wait for our own lost session to fall silent when its newest token never reached us."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.2, 5.0
@@ -66,6 +73,7 @@ class _Trial:
     since: float
     first: bool
     failures: int = 0
+    damaged: int = 0
     clock_set: bool = False
 
 
@@ -120,6 +128,8 @@ class Link:
         self._manifest: Manifest | None = None
         self._seq = 0
         self._poll = 10.0
+        self._silence = 15.0
+        self._reply_bytes = 0
         self._drain = asyncio.Event()
 
     def fresh_id(self, what: str) -> str:
@@ -171,7 +181,9 @@ class Link:
                 f"the orchestrator now serves run {manifest.run}, this process joined {self._manifest.run}",
                 "Start again to join the new run.",
             )
-        self._manifest, self._poll = manifest, manifest.config.limits.poll
+        config = manifest.config
+        self._manifest, self._poll, self._silence = manifest, config.limits.poll, config.limits.silence
+        self._reply_bytes = 8 * config.train.batch * config.model.sequence * config.model.width
         self.caller.run = manifest.run
 
     async def _join_reply(self, request: tasks.Join) -> Reply:
@@ -250,8 +262,7 @@ class Link:
     ) -> Reply | None:  # fmt: skip
         """One call. None: it failed in a way that another try may cure, and the pause before it is over. Raises what
         trying again cannot cure."""
-        size = sum(len(tensor.data) for tensor in tensors)
-        timeout = self._poll + REPLY_GRACE + size / SLOW_BYTES
+        timeout = self._patience(body) + sum(len(tensor.data) for tensor in tensors) / SLOW_BYTES
         call = self.caller.call(body, tensors, id=id, session=session, timeout=timeout, reply_types=kind, heads=heads)
         try:
             reply = await (self._unless_drained(call) if may_cut and _is_poll(body) else call)
@@ -264,11 +275,11 @@ class Link:
                     f"messages; set it right (time synchronisation)"
                 )
                 return None
-            if refusal.code not in PASSING:
+            if refusal.code not in PASSING and not self._maybe_damage(trial, refusal.code):
                 raise
             cause = refusal.cause
         except Refused as error:
-            if trial.first and error.code in FINAL:
+            if trial.first and error.code in FINAL and not self._maybe_damage(trial, error.code):
                 raise
             cause = f"a damaged reply came: {error.cause}"
         except Unreachable as error:
@@ -278,6 +289,20 @@ class Link:
             return reply
         await self._pause(trial, cause)
         return None
+
+    def _patience(self, body: tasks.Join | tasks.Turn) -> float:
+        """Seconds to wait for a reply, beside the time that the request's own tensors take. A lost reply must be noticed
+        and asked for again before the orchestrator takes our silence for death."""
+        if self._manifest is None or isinstance(body, tasks.Join):
+            return self._poll + REPLY_GRACE
+        spare = max(self._silence - self._poll, 0.0) / 2
+        held = self._poll if body.result is None else 0.0
+        return held + min(max(spare, 1.0), REPLY_GRACE) + self._reply_bytes / SLOW_BYTES
+
+    def _maybe_damage(self, trial: _Trial, code: str) -> bool:
+        """Whether to send the same once more before this code is believed."""
+        trial.damaged += 1
+        return code in DAMAGE + FINAL and trial.damaged <= DAMAGE_TRIES
 
     async def _unless_drained(self, call: Coroutine[Any, Any, Reply]) -> Reply:
         """The call's reply, or `_Drained` when the owner asks to stop before it comes."""

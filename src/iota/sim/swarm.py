@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from iota.config.schema import Manifest, RunConfig
 from iota.core.machine import events as ev
@@ -26,20 +26,23 @@ from iota.nodes.orchestrator.node import Orchestrator
 from iota.nodes.validator.engine import Engine
 from iota.nodes.validator.inline import InlineReplayer
 from iota.nodes.validator.node import Validator, ValidatorSettings
-from iota.sim.effects import Cost, Host, seeded_entropy
+from iota.sim.effects import Cost, Host, VirtualClock, seeded_entropy
 from iota.sim.faults import FaultPlan, Injector
 from iota.sim.loop import VirtualLoop
 from iota.sim.network import Link, SimNetwork, SimObjects
 from iota.store.blobs import MemoryBlobs
-from iota.store.files import disk_error
+from iota.store.files import Buffer, disk_error
 from iota.store.journal import Entry, MemoryJournal
 from iota.store.manifest import OBJECT
-from iota.store.remote import DirectObjects
+from iota.store.remote import DirectObjects, Objects
 from iota.wire.keys import Identity
 
+T = TypeVar("T")
 ORCHESTRATOR = "orchestrator"
 STORE = "store"
 BLOB_URL = "http://store"
+STORE_IDLE = 2.0
+"""Seconds after which an attempt at the store is given up and made again."""
 
 
 def identity_of(seed: int, name: str) -> Identity:
@@ -83,6 +86,35 @@ class SimRetention(Retention):
             except OSError as error:
                 raise disk_error(error, path, need) from error
             yield
+
+
+class PatientObjects:
+    """What `HttpObjects` does beside HTTP: an attempt that failed on the way is made again, a few times."""
+
+    def __init__(self, objects: Objects, clock: VirtualClock, attempts: int = 5, pause: float = 0.2) -> None:
+        self._objects, self._clock = objects, clock
+        self._attempts, self._pause = attempts, pause
+
+    async def get(
+        self, url: str, start: int = 0, stop: int | None = None, *, expect_sha256: str | None = None
+    ) -> bytes:
+        return await self._again(lambda: self._objects.get(url, start, stop, expect_sha256=expect_sha256))
+
+    async def put(self, url: str, parts: Sequence[Buffer]) -> None:
+        await self._again(lambda: self._objects.put(url, parts))
+
+    async def close(self) -> None:
+        await self._objects.close()
+
+    async def _again(self, attempt: Callable[[], Awaitable[T]]) -> T:
+        for number in range(self._attempts):
+            try:
+                return await attempt()
+            except IotaError as error:
+                if error.code not in ("unreachable", "corrupt") or number + 1 == self._attempts:
+                    raise
+            await self._clock.sleep(self._pause * 2**number)
+        raise AssertionError("at least one attempt")
 
 
 class Swarm:
@@ -225,9 +257,9 @@ class Swarm:
         channel = self.network.channel(host.name, ORCHESTRATOR)
         return Caller(identity_of(self.seed, host.name), channel, self._identity.key, "", host.clock.now)
 
-    def _objects(self, host: Host) -> SimObjects:
+    def _objects(self, host: Host) -> Objects:
         direct = DirectObjects(self.blobs, self._identity.key, self.loop.now)
-        return SimObjects(direct, self.network, host.name, STORE)
+        return PatientObjects(SimObjects(direct, self.network, host.name, STORE, timeout=STORE_IDLE), host.clock)
 
     def _report(self, name: str) -> Callable[[str], None]:
         return lambda text: self.reports.append((self.loop.time(), name, text))

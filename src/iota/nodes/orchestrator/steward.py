@@ -3,6 +3,7 @@ uploaded, and clearing away what nobody needs."""
 
 from __future__ import annotations
 
+import hashlib
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +21,8 @@ if TYPE_CHECKING:
     from iota.nodes.orchestrator.node import Orchestrator
 
 Parts = dict[str, np.ndarray]
+READ_BYTES = 8 << 20
+"""Read and hashed at once: a moment of the event loop's time."""
 
 
 async def upload_problem(node: Orchestrator, m: Member) -> tuple[str, str]:
@@ -38,15 +41,35 @@ async def upload_problem(node: Orchestrator, m: Member) -> tuple[str, str]:
 
 
 async def reduced_problem(node: Orchestrator, lease: Lease, result: tasks.Reduced) -> tuple[str, str]:
-    """An owner says it put its shards: each object must be there with the stated length."""
+    """A reducer says it put its shards: each object must lie in the store with the bytes that were reported, part by
+    part. The merged checkpoint names them, so an object that is not what its owner says would stop everybody at SYNC."""
     if not isinstance(lease.attach, tuple) or lease.attach[0] != "reduce":
         return "", ""
     urls = {work.shard: work.url for work in lease.attach[1].shards}
     for row in result.shards:
         name = urls.get(row.shard)
-        if name is not None and await node.blobs.size(name) != row.length:
+        if name is None:
+            continue
+        if await node.blobs.size(name) != row.length:
             return "no_object", f"shard {row.shard} is not in the store with {row.length} bytes"
+        whole, parts = await _digests(node, name, row.length, len(row.parts))
+        if (whole, parts) != (row.digest, [digest for _, digest in row.parts]):
+            return "wrong_digest", f"shard {row.shard} does not lie in the store with the bytes reported"
     return "", ""
+
+
+async def _digests(node: Orchestrator, name: str, length: int, parts: int) -> tuple[str, list[str]]:
+    """SHA-256 of an object and of each of its equally long parts, read piece by piece."""
+    whole, digests = hashlib.sha256(), []
+    size = length // max(1, parts)
+    for part in range(parts):
+        one = hashlib.sha256()
+        for start in range(part * size, (part + 1) * size, READ_BYTES):
+            data = await node.blobs.get(name, start, min(start + READ_BYTES, (part + 1) * size))
+            one.update(data)
+            whole.update(data)
+        digests.append(one.hexdigest())
+    return whole.hexdigest(), digests
 
 
 async def serve_wants(node: Orchestrator) -> None:
