@@ -1,9 +1,9 @@
 """Real swarms whose processes are killed at chosen moments, and what must be true of a run afterwards.
 
-A moment is caught by watching the run's status: when the wanted phase and task are seen, a process that the phase waits
-for is stopped (SIGSTOP), the status is read again, and only when the moment still holds the victim is killed (SIGKILL)
-and the stopped process goes on. So a kill hits what it says on any machine, fast or slow; a missed moment comes again
-in the next epoch.
+A moment is caught by holding it. A phase ends when every miner that owes it something has delivered, so one miner that
+is stopped (SIGSTOP) keeps it open; before that one goes on, another, which will owe the next phase something, is
+stopped: the baton is handed on until the wanted phase is reached. So a kill (SIGKILL) hits what it says on any machine,
+fast or slow; a moment that was missed all the same comes again in the next epoch.
 """
 
 import asyncio
@@ -30,14 +30,16 @@ from ports import free_ports
 
 TINY = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml")
 MINERS = 6
+MINIMUM = 16
 SETS = (
     f"swarm.miners={MINERS}",
     "merge.members=2",
     "merge.quorum=1.0",
-    "merge.min_batches=16",
     "merge.epoch_limit=60",
     "merge.gather_limit=120",
     "train.lr_tokens=40000",
+    "train.min_lr_share=0.0",
+    f"merge.min_batches={MINIMUM}",
     "limits.poll=3.0",
     "limits.silence=6.0",
     "audit.final_wait=20",
@@ -46,8 +48,8 @@ LOOK = 0.02
 PATIENCE = 150.0
 """Seconds to wait for one moment, or for one recovery: a limit for hangs, not a measure of speed."""
 PASSES = ("f", "b", "l")
-TASKS = {"drain": PASSES, "commit": ("commit",), "upload": ("upload",), "reduce": ("reduce",), "sync": ("load",)}
-"""What a miner does that a phase waits for."""
+HELD = {"drain": "b", "commit": "commit", "upload": "upload", "reduce": "reduce", "sync": "load"}
+"""The task by which one miner holds a phase open, in order of the phases."""
 
 
 @dataclass(frozen=True)
@@ -213,54 +215,78 @@ class Swarm:
         struck = None
         while struck is None:
             assert time.monotonic() < end, f"{kill} found no moment\n{self.told()}"
-            status = await self.until(kill, lambda s: s if self._moment(s, kill, passes) else None)
-            if kill.moment == "reply":
-                struck = await self._reply(kill, status, rng)
+            if kill.phase in list(HELD)[1:]:
+                struck = await self._at(kill, rng)
             else:
-                struck = await self._hold(kill, status, passes, rng)
-            if struck is None:
-                await asyncio.sleep(LOOK)
+                status = await self.until(kill, lambda s: s if self._moment(s, kill, passes) else None)
+                reply = kill.moment == "reply"
+                struck = await (self._reply(kill, status, rng) if reply else self._hold(kill, status, passes, rng))
+            await asyncio.sleep(LOOK)
         self.struck.append(struck)
         await self._recovered(struck)
 
+    # ------------------------------------------------------------------------------- gathering, training, draining
+
     def _moment(self, status, kill, passes):
         """Whether the wanted moment is now, as far as a status tells."""
-        everyone = miners(status)
         if status["phase"] != kill.phase:
             return False
         if kill.phase == "gather":
-            return sum(m["alive"] for m in everyone) >= 2 and (
-                kill.who != "validator" or any(m["alive"] for m in status["validators"])
-            )
-        if kill.phase == "train" and sum(m["passes_epoch"] for m in everyone) < passes:
+            there = status["validators"] if kill.who == "validator" else self._busy(status, kill)
+            shown = "gather" in self.log.read_text()  # `iota up` knows now that its services can start
+            return shown and any(m["alive"] for m in there) and sum(m["alive"] for m in miners(status)) >= 2
+        if kill.phase == "train" and sum(m["passes_epoch"] for m in miners(status)) < passes:
             return False
-        if kill.moment == "acknowledged" and not 2 <= acknowledged(status) <= 4:
-            return False
-        if kill.who == "validator" and kill.moment == "audit":
+        if kill.moment == "audit":
             return any(m["task"] for m in status["validators"])
-        return bool(self._waited_for(status, kill))
+        return bool(self._busy(status, kill))
 
-    def _waited_for(self, status, kill):
-        """The miners that the moment is about: those of the victim's stage, or whoever the phase waits for."""
-        rows = [m for m in miners(status) if m["alive"] and (not isinstance(kill.who, int) or m["stage"] == kill.who)]
-        if kill.phase == "gather":
-            return rows
-        if kill.moment == "acknowledged":
-            return [m for m in rows if m["loaded_epoch"] != status["epoch"]]
-        return [m for m in rows if m["task"] in TASKS.get(kill.phase, PASSES)]
+    def _busy(self, status, kill):
+        """The miners that the moment is about: of the victim's stage, or any; with a pass in hand (but for gather)."""
+        rows = [m for m in miners(status) if m["alive"] and kill.who in (m["stage"], *SERVICES)]
+        return [m for m in rows if kill.phase == "gather" or m["task"] in PASSES]
 
     async def _hold(self, kill, status, passes, rng):
-        rows = self._waited_for(status, kill)
-        held = rows if kill.moment == "acknowledged" else rng.sample(rows, min(1, len(rows)))
+        held = rng.sample(self._busy(status, kill), 1) if self._busy(status, kill) else []
         names = [self.name_of(m["key"]) for m in held]
-        name = names[0] if isinstance(kill.who, int) else {"validator": "validator-0"}.get(kill.who, kill.who)
+        name = names[0] if isinstance(kill.who, int) else SERVICES[kill.who]
         with self.frozen(*names):
             await asyncio.sleep(0.05)  # what they had sent is dealt with
             status = await self.status()
-            still = status and self._moment(status, kill, passes)
-            if not still or not (kill.phase == "gather" or held_too(status, held, self._waited_for(status, kill))):
+            if not status or not self._moment(status, kill, passes):
+                return None
+            if not {m["key"] for m in held} <= {m["key"] for m in self._busy(status, kill)}:
                 return None
             return await self._kill(kill, name, status)
+
+    # --------------------------------------------------------------------------------- from commit to the next epoch
+
+    async def _at(self, kill, rng):
+        """Walk through the end of an epoch with one miner stopped at any time; strike in the wanted phase. None when
+        the baton was lost on the way: the next epoch brings another chance."""
+        first = await self.until(
+            "a drain", lambda s: [m for m in ready(s) if s["phase"] == "drain" and m["stage"] == 0 and m["task"] == "b"]
+        )
+        phases = list(HELD)
+        held = [first[0]["key"]]
+        for phase, following in zip(phases, phases[1:], strict=False):
+            with self.frozen(*map(self.name_of, held)):
+                after = await self._next_holders(kill, phase, following, held, rng)
+                if after is None:
+                    return None
+                stopped = self.frozen(*map(self.name_of, after))
+                stopped.__enter__()
+            try:
+                status = await self._reached(following, after)
+                if status is None:
+                    return None
+                if following == kill.phase:
+                    name = self.name_of(after[0]) if isinstance(kill.who, int) else SERVICES[kill.who]
+                    return await self._kill(kill, name, status)
+                held = after
+            finally:
+                stopped.__exit__(None, None, None)
+        return None
 
     async def _reply(self, kill, status, rng):
         """Everyone's results pile up before the stopped orchestrator; then it goes on, and either it dies while it
@@ -293,7 +319,15 @@ class Swarm:
             return None
         at = time.time()
         os.kill(pid, signal.SIGKILL)
+        self._half_written(name)
         return Struck(kill, name, at, status, ledger.decode(document))
+
+    def _half_written(self, name):
+        """Files as a process leaves them that dies while it writes; whoever starts in its place clears them away."""
+        places = {"orchestrator": (".", "orchestrator"), "blobs": (f"blobs/{TEMP_SUFFIX}",)}
+        for place in places.get(name, (name, f"{name}/tokens")):
+            with contextlib.suppress(FileNotFoundError):  # a miner in the middle holds no tokens
+                (self.folder / place / f"{os.urandom(8).hex()}{TEMP_SUFFIX}").write_bytes(b"half")
 
     async def _recovered(self, struck):
         """Until the victim is back in its place."""
@@ -331,9 +365,13 @@ class Swarm:
 async def run_with_kills(swarm, kills, rng, tokens):
     """From the start through every kill to the rule that ends the run."""
     try:
-        await swarm.until("the run's creation", lambda s: "gather" in swarm.log.read_text())
+        while "miner-5" not in swarm.pids():
+            assert swarm.process.poll() is None, swarm.told()
+            await asyncio.sleep(LOOK)
         for kill in kills:
-            await swarm.strike(kill, rng)
+            latecomer = ("miner-5",) if kill.phase == "gather" else ()  # without it nobody trains yet
+            with swarm.frozen(*latecomer):
+                await swarm.strike(kill, rng)
         await swarm.finish(tokens)
     finally:
         await swarm.close()

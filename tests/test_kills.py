@@ -101,6 +101,8 @@ def check_run(swarm, kills, undisturbed, results, number):
         fold(state, event)
     assert history["phase"] == state.phase == "finished"
     assert len(swarm.struck) == kills
+    kills_hit(swarm, events)
+    merged_states_are_one(swarm, state, events)
     deadlines_held(history)
     the_end_is_normal(swarm, state, events)
     books_balance(history, events)
@@ -114,6 +116,28 @@ def check_run(swarm, kills, undisturbed, results, number):
     print(f"plan {number}: {len(history['epochs'])} epochs, {history['tokens']} tokens, held-out loss {final:.4f}")
     if undisturbed is not None:
         assert abs(final / undisturbed[1] - 1) <= 0.03, (final, undisturbed)
+
+
+def kills_hit(swarm, events):
+    """Each kill fell into its phase, by the journal's own times; each of the orchestrator's left its mark."""
+    turns = [(e.at, getattr(e, "phase", "train")) for _, e in events if isinstance(e, (ev.PhaseBegan, ev.EpochOpened))]
+    for row in swarm.struck:
+        phase = next(name for at, name in reversed(turns) if at <= row.at)
+        also = ("drain",) if row.kill.phase == "train" else ()  # TRAIN may end between the look and the blow
+        assert phase in (row.kill.phase, *also), (row.kill, phase)
+    boots = [e.down for _, e in events if isinstance(e, ev.Restarted)]
+    assert len(boots) == sum(row.name == "orchestrator" for row in swarm.struck)
+
+
+def merged_states_are_one(swarm, state, events):
+    """The orchestrator died when some miners had proved the merged state and others not: all prove the same state of
+    that epoch, each once (who had it is not asked again, nobody steps twice)."""
+    for row in swarm.struck:
+        if row.kill.moment != "acknowledged":
+            continue
+        epoch = row.status["epoch"]
+        proved = [e.number for _, e in events if isinstance(e, ev.Loaded) and e.epoch == epoch]
+        assert sorted(proved) == sorted(m.number for m in state.members if m.role == "miner")
 
 
 def deadlines_held(history):

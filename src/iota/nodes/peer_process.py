@@ -17,6 +17,7 @@ from iota.nodes.effects import Clock, Compute, Entropy
 from iota.nodes.folder import load_or_new
 from iota.nodes.link import Link
 from iota.nodes.real import ThreadCompute
+from iota.store.files import sweep
 from iota.store.remote import HttpObjects, Objects
 from iota.wire.locks import lock_folder, lock_key
 
@@ -26,6 +27,8 @@ STATUS_SECONDS = 10.0
 LEAVE_SECONDS = 5.0
 """After a request to stop, how long an orchestrator that does not answer is waited for."""
 LOOK_SECONDS = 0.5
+TOKENS = "tokens"
+"""In the peer's folder: token shards that it fetched."""
 
 Say = Callable[[str], None]
 
@@ -85,6 +88,8 @@ async def attend(options: PeerOptions, effects: Effects, role: str, make: Make, 
     clock, say = effects.clock, effects.say
     address = parse_join(options.url)
     with lock_folder(options.folder):
+        for place in (options.folder, options.folder / TOKENS):
+            sweep(place)  # what was half written when this peer was killed
         identity = load_or_new(options.key or options.folder / "key", effects.entropy)
         with lock_key(identity.key):
             say(f"{role} {identity.key} in {options.folder}")

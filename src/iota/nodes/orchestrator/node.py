@@ -193,6 +193,9 @@ class Orchestrator:
     async def _turn(self, incoming: Incoming, turn: tasks.Turn) -> Outgoing:
         key, now = incoming.sender, self.clock.now()
         problem = await self._problem(key, turn, incoming)
+        member = self.machine.state.member(key)
+        if turn.shown and member is not None:
+            turn = msgspec.structs.replace(turn, shown=await steward.check_shown(self, member, turn.shown))
         event = self._poll_event(key)
         event.clear()  # before the question: what changes after the answer sets it
         out = self.machine.turn(key, turn, _body_digest(incoming), now, problem)

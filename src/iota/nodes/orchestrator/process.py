@@ -22,7 +22,7 @@ from iota.nodes.orchestrator.create import create_run
 from iota.nodes.orchestrator.node import Orchestrator
 from iota.nodes.peer_process import unless_stopped
 from iota.store.blobs import FolderBlobs
-from iota.store.files import write_atomic
+from iota.store.files import sweep, write_atomic
 from iota.store.manifest import OBJECT
 from iota.store.sqlite import SqliteJournal
 from iota.wire.locks import lock_folder
@@ -51,6 +51,8 @@ async def serve(
     Raises IotaError: `folder_in_use`, `port_in_use`, `bad_config`, those of the journal, `disk_full`, `bad_key`.
     """
     with lock_folder(folder.orchestrator):
+        for place in (folder.path, folder.orchestrator):
+            sweep(place)  # what was half written when the process was killed
         await _probe(config)
         keys = folders.prepare(folder, config, entropy)
         config = folders.with_operator(config, keys.operator)

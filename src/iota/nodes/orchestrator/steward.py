@@ -11,7 +11,7 @@ import numpy as np
 from iota.core import manifest as chunk_manifest
 from iota.core import reduce as reducing
 from iota.core import tasks
-from iota.core.machine import merging
+from iota.core.machine import auditing, merging
 from iota.core.machine.soft import Lease
 from iota.core.machine.state import Member, StageMerge
 from iota.core.values import Checkpoint, sha256
@@ -38,6 +38,23 @@ async def upload_problem(node: Orchestrator, m: Member) -> tuple[str, str]:
         if size != length:
             return "no_object", f"{name} has {size} bytes in the store, {length} were committed"
     return "", ""
+
+
+async def check_shown(node: Orchestrator, m: Member, shown: tuple[tasks.Shown, ...]) -> tuple[tasks.Shown, ...]:
+    """A member says it showed its evidence: every object asked for must lie in the store, or it was not shown. So a
+    validator that later finds nothing there knows that the loss is not the miner's."""
+    rows = []
+    for row in shown:
+        audit = node.machine.state.audits.get(row.audit)
+        if audit is None or audit.number != m.number or audit.state != "show" or row.problem:
+            rows.append(row)
+            continue
+        need, missing = auditing.needed(node.machine, audit), []
+        for name, key in auditing.objects(audit).items():
+            if need.get(name, True) and await node.blobs.size(key) is None:
+                missing.append(name)
+        rows.append(tasks.Shown(row.audit, f"not in the store: {', '.join(missing)}") if missing else row)
+    return tuple(rows)
 
 
 async def reduced_problem(node: Orchestrator, lease: Lease, result: tasks.Reduced) -> tuple[str, str]:
