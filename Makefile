@@ -4,7 +4,7 @@
 # make clean     remove the virtual environment, caches and runs
 #
 # Needs Python 3.11 or newer. On Linux without a GPU this saves gigabytes:
-#   make demo TORCH_INDEX=https://download.pytorch.org/whl/cpu
+#   make demo TORCH_INDEX=<the index of CPU wheels that PyTorch's site names>
 
 SHELL := /bin/bash
 VENV := .venv

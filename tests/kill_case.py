@@ -8,6 +8,7 @@ fast or slow; a moment that was missed all the same comes again in the next epoc
 
 import asyncio
 import contextlib
+import itertools
 import json
 import os
 import signal
@@ -48,6 +49,7 @@ LOOK = 0.02
 PATIENCE = 150.0
 """Seconds to wait for one moment, or for one recovery: a limit for hangs, not a measure of speed."""
 PASSES = ("f", "b", "l")
+SERVICES = {"orchestrator": "orchestrator", "blobs": "blobs", "validator": "validator-0"}
 HELD = {"drain": "b", "commit": "commit", "upload": "upload", "reduce": "reduce", "sync": "load"}
 """The task by which one miner holds a phase open, in order of the phases."""
 
@@ -162,9 +164,9 @@ class Swarm:
 
     def told(self):
         """What went on, for a failed test."""
-        logs = [f"{path.name}:\n{path.read_text()[-3000:]}" for path in sorted(self.folder.glob("logs/*.log"))]
+        logs = [f"{path.name}:\n{path.read_text()[-1500:]}" for path in sorted(self.folder.glob("logs/*.log"))]
         kills = [f"{row.kill} {row.name} at {row.at:.3f} in epoch {row.status['epoch']}" for row in self.struck]
-        return "\n".join([*kills, self.log.read_text()[-12000:], *logs])
+        return "\n".join([*kills, self.log.read_text()[-6000:], *logs])
 
     # ------------------------------------------------------------------------------------------------- questions
 
@@ -264,36 +266,65 @@ class Swarm:
     async def _at(self, kill, rng):
         """Walk through the end of an epoch with one miner stopped at any time; strike in the wanted phase. None when
         the baton was lost on the way: the next epoch brings another chance."""
-        first = await self.until(
-            "a drain", lambda s: [m for m in ready(s) if s["phase"] == "drain" and m["stage"] == 0 and m["task"] == "b"]
-        )
-        phases = list(HELD)
-        held = [first[0]["key"]]
-        for phase, following in zip(phases, phases[1:], strict=False):
-            with self.frozen(*map(self.name_of, held)):
-                after = await self._next_holders(kill, phase, following, held, rng)
-                if after is None:
+        held = await self.until("a drain", in_drain)
+        try:
+            self.signal(held, signal.SIGSTOP)
+            for phase, following in itertools.pairwise(HELD):
+                after = await self._baton(kill, phase, following, held, rng)
+                if not after:
                     return None
-                stopped = self.frozen(*map(self.name_of, after))
-                stopped.__enter__()
-            try:
-                status = await self._reached(following, after)
-                if status is None:
+                self.signal(after, signal.SIGSTOP)
+                self.signal(held, signal.SIGCONT)
+                held = after
+                status = await self._soon(lambda s, f=following, h=held: s["phase"] == f and tasks_are(s, h, HELD[f]))
+                if not status:
                     return None
                 if following == kill.phase:
-                    name = self.name_of(after[0]) if isinstance(kill.who, int) else SERVICES[kill.who]
+                    name = self.name_of(held[0]) if isinstance(kill.who, int) else SERVICES[kill.who]
                     return await self._kill(kill, name, status)
-                held = after
-            finally:
-                stopped.__exit__(None, None, None)
+            return None
+        finally:
+            self.signal(held, signal.SIGCONT)
+
+    async def _baton(self, kill, phase, following, held, rng):
+        """Once the stopped miners are all that a phase waits for: keys of those to be stopped in the next one."""
+
+        def idle(status):
+            others = [m for m in miners(status) if m["alive"] and m["key"] not in held]
+            return status["phase"] == phase and not any(m["task"] or m["queued"] for m in others)
+
+        status = await self._soon(idle)
+        if not status:
+            return []
+        rows = [m for m in miners(status) if m["alive"] and m["passes_epoch"] >= MINIMUM and m["key"] not in held]
+        target = following == kill.phase
+        if target and isinstance(kill.who, int):
+            rows = [m for m in rows if m["stage"] == kill.who]
+        count = 4 if target and kill.moment == "acknowledged" else 1
+        return [m["key"] for m in rng.sample(rows, count)] if len(rows) >= count else []
+
+    async def _soon(self, condition, seconds=2.0):
+        """The status once the condition holds; None when it does not within some seconds."""
+        end = time.monotonic() + seconds
+        while time.monotonic() < end:
+            status = await self.status()
+            if status and condition(status):
+                return status
+            await asyncio.sleep(LOOK)
         return None
+
+    def signal(self, keys, number):
+        """Send a signal to miners by their keys."""
+        pids = self.pids()
+        for key in keys:
+            send(pids.get(self.name_of(key)), number)
 
     async def _reply(self, kill, status, rng):
         """Everyone's results pile up before the stopped orchestrator; then it goes on, and either it dies while it
         judges them, or a miner dies before it read the reply."""
         name = "orchestrator"
         if isinstance(kill.who, int):
-            name = self.name_of(rng.choice(self._waited_for(status, kill))["key"])
+            name = self.name_of(rng.choice(self._busy(status, kill))["key"])
         with self.frozen("orchestrator"):
             await asyncio.sleep(0.3)
             if name != "orchestrator":
@@ -394,8 +425,10 @@ def session_of(pid):
 
 
 def send(pid, number):
-    with contextlib.suppress(ProcessLookupError):
-        os.kill(pid, number)
+    """A signal to a process, if it is still there."""
+    if pid is not None:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def miners(status):
@@ -406,13 +439,14 @@ def everyone(status):
     return miners(status) + status["validators"]
 
 
-def acknowledged(status):
-    return sum(m["alive"] and m["loaded_epoch"] == status["epoch"] for m in miners(status))
+def in_drain(status):
+    """Of a drain, a first-stage miner that runs a backward: as long as it is stopped, the drain waits."""
+    busy = [m["key"] for m in miners(status) if m["alive"] and m["stage"] == 0 and m["task"] == "b"]
+    return busy[:1] if status["phase"] == "drain" else []
 
 
-def held_too(status, held, waited_for):
-    """Whether those who were stopped are still those whom the phase waits for."""
-    return {m["key"] for m in held} <= {m["key"] for m in waited_for}
+def tasks_are(status, keys, kind):
+    return all(m["task"] == kind for m in miners(status) if m["key"] in keys)
 
 
 # ------------------------------------------------------------------------------------------------------- afterwards

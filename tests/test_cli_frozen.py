@@ -37,6 +37,7 @@ FROZEN = {
     "key show": ["FILE", "--json"],
     "bench control": ["--keys", "--seconds", "--json"],
     "bench swarm": ["--recipe", "--dtype", "--seconds", "--json"],
+    "bench curve": ["RUN.toml", "--set", "--tokens", "--miners", "--json"],
 }
 
 

@@ -1,5 +1,5 @@
-"""24 real `kill -9` in four runs of a tiny swarm, and what must be true after each: nothing lost, nothing counted twice,
-every deadline kept, the same loss as the run that nobody disturbed."""
+"""24 real `kill -9` in four runs of a tiny swarm, and what must be true after each: nothing lost, nothing counted
+twice, every deadline kept, the same loss as the run that nobody disturbed."""
 
 import asyncio
 import json
@@ -8,11 +8,11 @@ import time
 
 import pytest
 
+from iota.config.load import load_run
 from iota.core import ledger
 from iota.core.machine import events as ev
 from iota.core.machine.fold import fold
 from iota.core.machine.state import RunState
-from iota.config.load import load_run
 from kill_case import Kill, Swarm, journaled, leftovers, processes, run_with_kills, sample_books, session_of
 
 pytestmark = pytest.mark.slow

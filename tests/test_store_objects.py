@@ -99,6 +99,16 @@ async def test_put_then_get(store: Store) -> None:
     assert await asyncio.gather(*(store.objects.get(get, *span) for span in spans)) == [data[a:b] for a, b in spans]
 
 
+async def test_an_object_is_written_once(store: Store) -> None:
+    """Who holds a PUT link cannot change what others rely on already, not even by the same length."""
+    link = store.link("PUT", "once", max_length=10)
+    await store.objects.put(link, [b"right"])
+    assert await code_of(store.objects.put(link, [b"wrong"])) == "exists"
+    assert await code_of(store.objects.put(link, [b"longer one"])) == "exists"
+    await store.objects.put(link, [b"ri", b"ght"])
+    assert await store.blobs.get("once") == b"right"
+
+
 async def test_empty_objects_and_ranges(store: Store) -> None:
     await store.objects.put(store.link("PUT", "e", max_length=0), [])
     assert await store.objects.get(store.link("GET", "e"), expect_sha256=sha256(b"")) == b""

@@ -29,6 +29,9 @@ FULL = 1_000_000_000
 STATES = ("valid", "invalid", "unmeasured", "forfeited")
 HISTORY = 10
 """Audits of a miner that decide what an unmeasured epoch is paid."""
+ABSENT = "absent"
+"""In a miner's history: work that nobody could audit for want of the miner: its session did not commit, or ended before
+it showed its evidence. Counts as an audit that was not valid, so that nobody lives on old verdicts by slipping away."""
 
 
 class Policy(msgspec.Struct, frozen=True, array_like=True):
@@ -109,11 +112,11 @@ def judge(credit: Credit, verdict: str, epoch: int, why: str) -> Credit:
 
 def settle(credit: Credit, epoch: int, verdicts: Sequence[str], redraws: int, *, final: bool = False) -> Credit:
     """At the close of `epoch`: a credit without a verdict stays withheld while it can be drawn again, then is paid at
-    the share of valid ones among the miner's last ten `verdicts` (valid | invalid, oldest first, others ignored).
+    the share of valid ones among the miner's last ten `verdicts` (valid | invalid | absent, oldest first, others ignored).
     `final`: the run ends here, nothing will be drawn again."""
     if credit.state != "unmeasured" or credit.scored >= 0 or (epoch - credit.epoch < redraws and not final):
         return credit
-    judged = [verdict for verdict in verdicts if verdict in ("valid", "invalid")][-HISTORY:]
+    judged = [verdict for verdict in verdicts if verdict in ("valid", "invalid", ABSENT)][-HISTORY:]
     valid, of = judged.count("valid"), max(1, len(judged))
     if judged:
         why = f"no verdict in time ({credit.why}): paid at the share of valid audits, {valid} of the last {of}"

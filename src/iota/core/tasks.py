@@ -160,6 +160,12 @@ class Show(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_f
     deadline: float
 
 
+class ShowSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Many `Show`s at once, attached (`Answer.shows_attached`): they would not fit into a control part."""
+
+    shows: tuple[Show, ...]
+
+
 class Leave(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
     """The run ended, or this peer is not wanted: stop. `code`: finished | drained | banned | replaced."""
 
@@ -178,6 +184,10 @@ class MinerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     `outs[i]`, `losses[i]`: output digest and loss that came with accepted result i (the commitment's head has none);
     empty when the books do not say.
+
+    `kinds[i]`, `samples[i]`: what accepted result i is (f | b | l) and of which sample; `given[i]`: digests of the tensor
+    that the hub handed on for it (a gradient for b) and of the stage's input ("" where there is none); `averaged[k]`:
+    passes that inner step k + 1 was told to average.
     """
 
     key: Key
@@ -189,6 +199,10 @@ class MinerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     upload_root: Digest | None
     outs: tuple[Digest, ...] = ()
     losses: tuple[float | None, ...] = ()
+    kinds: tuple[str, ...] = ()
+    samples: tuple[int, ...] = ()
+    given: tuple[tuple[Digest, Digest], ...] = ()
+    averaged: tuple[int, ...] = ()
 
 
 class AuditSheet(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -415,7 +429,8 @@ class Standing(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Answer(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown_fields=True):
-    """`step`: do an inner step now, averaging the passes accepted since the last (decided with the verdict)."""
+    """`step`: do an inner step now, averaging the passes accepted since the last (decided with the verdict).
+    `shows_attached`: `shows` is empty, they are on the ShowSheet that is attached last."""
 
     seq: int
     verdict: Verdict | None
@@ -424,3 +439,4 @@ class Answer(msgspec.Struct, frozen=True, tag=True, kw_only=True, forbid_unknown
     shows: tuple[Show, ...]
     standing: Standing
     time: float
+    shows_attached: bool = False

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import hashlib
 import math
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 Key = str
-Digest = str
+Digest = Annotated[str, msgspec.Meta(max_length=64)]
+"""Peers' digests are journaled and kept: whoever sends a longer one is not understood."""
 
 CHUNK_BYTES = 64 * 1024
 """Fixed chunk of uploads and manifests (design section 5)."""

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from iota import PROTOCOL
 from iota.config.schema import Manifest
 from iota.core import tasks
@@ -22,6 +24,7 @@ from iota.net.peer import Caller, PeerRefused, Reply
 from iota.nodes.effects import Clock, Compute, Entropy
 from iota.store.files import read_checked, write_atomic
 from iota.store.manifest import read_manifest
+from iota.wire.message import open_sheet
 
 REJOIN = ("rejoin", "session_over", "unknown_key", "old_turn", "idempotency")
 """Refusals after which a new session is the way on."""
@@ -29,10 +32,7 @@ PASSING = ("busy", "replayed")
 """Refusals that time cures."""
 FINAL = ("wrong_signer", "protocol", "wrong_recipient", "malformed")
 """A bad reply to the very first message, again and again: something else answers there. Else it is damage on the way."""
-DAMAGE = (
-    "truncated", "trailing", "too_large", "malformed", "protocol", "wrong_recipient", "wrong_run", "bad_signature",
-    "unknown_method", "bad_tensor", "wrong_digest", "not_finite",
-)  # fmt: skip
+DAMAGE = ("truncated", "trailing", "malformed", "protocol", "bad_signature", "wrong_digest")
 """Refusals that a message damaged on its way may bring: the same message, sent again, tells which it was."""
 DAMAGE_TRIES = 3
 """So many more tries before damage is taken for the truth."""
@@ -251,7 +251,7 @@ class Link:
         if answer.seq != seq:
             raise SessionOver(f"the orchestrator answered turn {answer.seq}, asked was {seq}")
         self._seq = seq
-        return Heard(answer, reply.tensors, reply.control.tensors)
+        return _with_shows(Heard(answer, reply.tensors, reply.control.tensors))
 
     # ------------------------------------------------------------------------------------------------- one attempt
 
@@ -343,6 +343,15 @@ class Link:
         if self.waiting != text:
             self._report(text)
         self.waiting = text
+
+
+def _with_shows(heard: Heard) -> Heard:
+    """The same with its shows in place: many come on a sheet, the last of the attached tensors."""
+    if not heard.answer.shows_attached:
+        return heard
+    sheet: tasks.ShowSheet = open_sheet(heard.tensors[-1], tasks.ShowSheet)
+    answer = msgspec.structs.replace(heard.answer, shows=sheet.shows, shows_attached=False)
+    return Heard(answer, heard.tensors[:-1], heard.heads[:-1])
 
 
 def _is_poll(body: tasks.Join | tasks.Turn) -> bool:

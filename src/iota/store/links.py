@@ -5,12 +5,14 @@ The orchestrator signs with its Ed25519 key; the blob service knows only the pub
     BASE/blobs/KEY?verb=PUT&expires=1700000000.000&length=12&sha256=...&sig=...
 
 and the signature covers verb, key, expiry and every limit, so nothing about it can be changed. A PUT link pins length
-and SHA-256, or length, or at least a maximal length. A GET link also allows HEAD.
+and SHA-256, or length, or at least a maximal length, and never replaces an object by other bytes. A GET link also
+allows HEAD.
 """
 
 from __future__ import annotations
 
 import functools
+import hashlib
 import re
 from typing import Protocol
 from urllib.parse import urlsplit
@@ -20,7 +22,7 @@ import nacl.exceptions
 import nacl.signing
 
 from iota.errors import IotaError, Refused
-from iota.store.blobs import check_key
+from iota.store.blobs import Blobs, check_key
 
 ROUTE = "/blobs/"
 _FIELDS = {
@@ -31,6 +33,7 @@ _FIELDS = {
     "sha256": re.compile(r"[0-9a-f]{64}"),
     "sig": re.compile(r"[0-9a-f]{128}"),
 }
+_BLOCK = 1024 * 1024
 _FRESH = "Ask the orchestrator for a fresh link"
 
 
@@ -162,3 +165,23 @@ def check_digest(link: Link, digest: str) -> None:
             f"{link.key}: the bytes have SHA-256 {digest}, the link pins {link.sha256}",
             "Send what was committed",
         )
+
+
+async def same_object(blobs: Blobs, key: str, length: int, digest: str) -> bool:
+    """Before an upload becomes visible: True when these very bytes lie there already (an upload repeated), False when
+    nothing does. Raises Refused `exists` for other bytes: who holds a link must not change what others already rely
+    on, such as a shard after it was checked or evidence after it was shown."""
+    size = await blobs.size(key)
+    if size is None:
+        return False
+    found = hashlib.sha256()
+    if size == length:
+        reader = await blobs.open(key)
+        try:
+            for start in range(0, size, _BLOCK):
+                found.update(await reader.read(start, min(start + _BLOCK, size)))
+        finally:
+            await reader.close()
+    if size != length or found.hexdigest() != digest:
+        raise Refused("exists", f"{key} was uploaded before, with other bytes", "An object is written once")
+    return True

@@ -21,7 +21,7 @@ from iota.core.values import sha256
 from iota.errors import IotaError, Refused, Unreachable
 from iota.store.blobs import Blobs
 from iota.store.files import Buffer
-from iota.store.links import check_digest, check_length, check_link
+from iota.store.links import check_digest, check_length, check_link, same_object
 
 T = TypeVar("T")
 
@@ -81,9 +81,10 @@ class DirectObjects:
         link = check_link(self._public_key, "PUT", url, self._now())
         check_length(link, _length(parts), self._max_object)
         data = b"".join(parts)
-        if link.sha256 is not None:
-            check_digest(link, sha256(data))
-        await self._blobs.put(link.key, [data])
+        digest = sha256(data)
+        check_digest(link, digest)
+        if not await same_object(self._blobs, link.key, len(data), digest):
+            await self._blobs.put(link.key, [data])
 
     async def close(self) -> None:
         return None

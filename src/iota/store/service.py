@@ -5,7 +5,7 @@
     GET       /health          200, no link needed
 
 A PUT is refused before its body is read when the length is missing (411), too large (413) or not the pinned one (409),
-and after it when the digest is not the pinned one (422); whatever happens, nothing of a refused or broken upload stays.
+and after it when the digest is not the pinned one (422) or other bytes lie there already (409); whatever happens, nothing of a refused or broken upload stays.
 An upload must be whole before its link expires, by this service's clock, and must not pause longer than the idle limit.
 Every refusal is a JSON body {code, cause, remedy}: 403 for links, 404 no_object, 416 bad_range, 507 disk_full.
 """
@@ -25,7 +25,7 @@ from aiohttp import web
 
 from iota.errors import IotaError, Refused
 from iota.store.blobs import Blobs, FolderBlobs, Reader, Staged
-from iota.store.links import ROUTE, Link, check_digest, check_length, check_link
+from iota.store.links import ROUTE, Link, check_digest, check_length, check_link, same_object
 
 BLOCK = 1024 * 1024
 """Bytes held in memory for one transfer at a time."""
@@ -40,6 +40,8 @@ _STATUS = {
     "no_length": 411,
     "too_large": 413,
     "wrong_length": 409,
+    "exists": 409,
+    "busy": 503,
     "corrupt": 422,
     "idle": 408,
     "disk_full": 507,
@@ -55,6 +57,7 @@ class _Service:
         self._now = now
         self._max_object = max_object
         self._idle = idle
+        self._keeping: set[str] = set()
 
     def check(self, request: web.Request) -> Link:
         """The request's link; for a PUT also its declared length. Raises before a byte of the body is read."""
@@ -133,10 +136,21 @@ class _Service:
             check_digest(link, staged.digest())
             if self._now() > link.expires:
                 raise _too_late(link)
-            await staged.commit()
+            await self._keep(link.key, staged)
             return _json(201, {"key": link.key, "length": staged.length, "sha256": staged.digest()})
         finally:
             await staged.abort()
+
+    async def _keep(self, key: str, staged: Staged) -> None:
+        """Make an upload visible, unless these bytes already are; one upload of a key at a time."""
+        if key in self._keeping:
+            raise IotaError("busy", f"{key} is being written by another upload", "Send it again in a moment")
+        self._keeping.add(key)
+        try:
+            if not await same_object(self._blobs, key, staged.length, staged.digest()):
+                await staged.commit()
+        finally:
+            self._keeping.discard(key)
 
     async def _receive(self, request: web.Request, link: Link, staged: Staged) -> None:
         """Body to `staged` in blocks of about `BLOCK` bytes."""

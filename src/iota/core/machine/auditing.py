@@ -36,11 +36,14 @@ def draw(mc: Machine, now: float) -> None:
 
 
 def _segments(mc: Machine, facts: Facts, secret: str) -> list[int]:
+    """The segments that hold the first inner steps of a drawn order: each step is as likely as any other, so work
+    cannot hide in one segment that is longer than the rest."""
     count, wanted = len(facts.cuts) - 1, mc.state.config.audit.segments
     if wanted == 0 or wanted >= count:
         return list(range(count))
-    order = seeds.shuffle(mc.state.config.seed, "segments", list(range(count)), secret, facts.epoch, facts.number)
-    return sorted(order[:wanted])
+    holds = [i for i in range(count) for _ in range(facts.cuts[i].step, facts.cuts[i + 1].step)]
+    order = seeds.shuffle(mc.state.config.seed, "segments", holds, secret, facts.epoch, facts.number)
+    return sorted(list(dict.fromkeys(order))[:wanted])
 
 
 def _draw_one(mc: Machine, facts: Facts, segment: int, now: float) -> None:

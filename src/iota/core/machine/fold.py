@@ -18,7 +18,7 @@ from iota.core.machine.state import (
     Sample,
     StageMerge,
 )
-from iota.core.pay import HISTORY
+from iota.core.pay import ABSENT, HISTORY
 
 
 def fold(state: RunState, event: ev.Event) -> None:
@@ -162,7 +162,9 @@ def _opened(s: RunState, e: ev.Opened) -> None:
     if s.config.train.pipeline == "synchronous":
         fresh = not s.samples and not any(m.pending for m in s.members)
         s.window = 1 if fresh else s.window + 1
-    s.samples[e.sample] = Sample(e.sample, e.number, holder=e.number, path=[(-1, 0)] * s.stages)
+    s.samples[e.sample] = Sample(
+        e.sample, e.number, holder=e.number, path=[(-1, 0)] * s.stages, inputs=[""] * s.stages
+    )
 
 
 def _facts(s: RunState, m: Member) -> Facts:
@@ -176,20 +178,27 @@ def _passed(s: RunState, e: ev.Passed) -> None:
     m = s.members[e.number]
     _answered(m, e.seq, e.body, step=e.step)
     facts = m.facts or _facts(s, m)
+    sample = s.samples[e.sample]
+    x = sample.inputs[e.stage]
     facts.heads.append(e.head)
+    facts.kinds.append(e.kind)
+    facts.samples.append(e.sample)
+    facts.given.append((sample.gradient if e.kind == "b" else x, x))
     facts.outs.append(e.out)
     facts.losses.append(e.loss)
     facts.seconds += e.seconds
     if e.cut is not None:
         facts.cuts.append(e.cut)
-    sample = s.samples[e.sample]
     if e.kind != "b":
         sample.path[e.stage] = (e.number, m.session)
     if e.kind == "f":
         sample.stage, sample.holder = e.stage + 1, e.route[2]
+        sample.inputs[e.stage + 1] = e.out
         return
+    sample.gradient = e.out
     _count_pass(s, m, sample, e)
     if e.step:
+        facts.averaged.append(m.pending)
         facts.steps += 1
         m.pending = 0
     if e.kind == "l":
@@ -225,7 +234,9 @@ def _stepped(s: RunState, e: ev.Stepped) -> None:
         m.last_step = True
     else:
         _answered(m, e.seq, e.body, step=True)
-    _facts(s, m).steps += 1
+    facts = _facts(s, m)
+    facts.averaged.append(m.pending)
+    facts.steps += 1
     m.pending = 0
 
 
@@ -345,15 +356,21 @@ def _verdict_given(s: RunState, e: ev.VerdictGiven) -> None:
     audit.verdict, audit.why, audit.worst, audit.validator = e.verdict, e.why, e.worst, e.validator
     audit.seconds = e.seconds
     if e.final:
-        audit.state = "closed"
         m = s.members[audit.number]
+        if e.verdict == "inconclusive" and audit.state == "show" and (not m.alive or m.session != audit.session):
+            _note(m, ABSENT)
+        audit.state = "closed"
         m.last_verdict = f"epoch {audit.epoch}: {e.verdict} ({e.why})"
         if e.verdict != "inconclusive":
-            m.history = [*m.history, e.verdict][-HISTORY:]
+            _note(m, e.verdict)
         counts = s.epochs[audit.epoch].verdicts
         counts[e.verdict] = counts.get(e.verdict, 0) + 1
     else:
         audit.until = e.until
+
+
+def _note(m: Member, verdict: str) -> None:
+    m.history = [*m.history, verdict][-HISTORY:]
 
 
 def _heldout(s: RunState, e: ev.HeldoutMeasured) -> None:
@@ -368,6 +385,9 @@ def _epoch_paid(s: RunState, e: ev.EpochPaid) -> None:
     s.epochs[e.ledger.epoch].paid = True
     for key, amount in e.ledger.emissions:
         s.members[s.by_key[key]].paid += amount
+    for (epoch, number, _), facts in s.facts.items():
+        if epoch == e.ledger.epoch and facts.accepted and not facts.committed:
+            _note(s.members[number], ABSENT)
     _drop_old(s, e.ledger.epoch)
 
 

@@ -21,6 +21,7 @@ from iota.core.values import Checkpoint, Digest, Key
 from iota.errors import Refused
 
 NEVER = (0, "")
+MAX_SEQ = 2**53
 
 
 @dataclass(slots=True)
@@ -396,7 +397,10 @@ class Machine:
 
 
 def _check_order(m: Member, turn: tasks.Turn, body: Digest) -> None:
-    """Refuse what must not change anything: a turn from the past, another body under a judged turn's number."""
+    """Refuse what must not change anything: a turn from the past, another body under a judged turn's number. (Turns
+    count from 1: number 0 would be taken for the repetition of a turn that nobody judged.)"""
+    if turn.seq < 1 or turn.seq > MAX_SEQ:
+        raise Refused("malformed", f"turn {turn.seq}: turns are numbered from 1", "Join again.")
     if turn.seq < m.last_seq:
         raise Refused(
             "old_turn", f"turn {turn.seq} is older than {m.last_seq}, the last one judged", "Go on from there."

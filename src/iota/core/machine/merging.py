@@ -128,6 +128,9 @@ def _commit_problem(mc: Machine, m: Member, r: tasks.Committed) -> str:
         return "the snapshot commitments contradict those that came with the results"
     if any(a.step >= b.step for a, b in zip(r.cuts, r.cuts[1:], strict=False)):
         return "snapshot commitments are not in order of steps"
+    announced = s.record().segment_steps[m.stage]
+    if any(cut.step % announced for cut in r.cuts[:-1]):
+        return f"snapshots are due every {announced} inner steps, not after {[cut.step for cut in r.cuts][:8]}"
     if not 0 < r.manifest_length <= chunk_manifest.encoded_limit(parts, mc.parameters[m.stage]):
         return f"a chunk manifest of {r.manifest_length} bytes cannot be"
     return ""
@@ -254,8 +257,14 @@ def _reduce_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
     return mc.lease(
         m, "reduce", now, until,
         lambda i: tasks.Reduce(task=i, epoch=s.epoch, stage=m.stage, deadline=until),
-        ("reduce", sheet(mc, merge, shards, m.key, False)),
+        ("reduce", sheet(mc, merge, shards, _author(mc, m), False)),
     )  # fmt: skip
+
+
+def _author(mc: Machine, m: Member) -> str:
+    """Under which name a member puts the shards of the lease it is about to get: an object is written once, so every
+    try has its own."""
+    return f"{m.key}-{mc.soft.coming_task(mc.state.boots):x}"
 
 
 def _recompute(task: int, *, epoch: int, stage: int, deadline: float) -> tasks.Task:
@@ -273,7 +282,7 @@ def recompute_task(mc: Machine, m: Member, now: float) -> tasks.Task | None:
         if not shards or stage in held:
             continue
         until = now + s.config.merge.dispute_limit
-        attach = ("reduce", sheet(mc, merge, sorted(shards), m.key, True))
+        attach = ("reduce", sheet(mc, merge, sorted(shards), _author(mc, m), True))
         make = functools.partial(_recompute, epoch=s.epoch, stage=stage, deadline=until)
         return mc.lease(m, "recompute", now, until, make, attach, subject=stage)
     return None

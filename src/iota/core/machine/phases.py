@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from iota.core import stop
 from iota.core.machine import auditing, books, membership, merging, settling, training
 from iota.core.machine import events as ev
-from iota.core.machine.state import Member
+from iota.core.machine.state import EpochRecord, Member
 from iota.core.values import sha256
 
 if TYPE_CHECKING:
@@ -47,10 +47,20 @@ def limit(mc: Machine, phase: str, floor: float) -> float:
             continue
         end = record.closed if following is None else record.began.get(following)
         if end is not None:
-            lasted.append(end - record.began[phase] - record.held.get(phase, 0.0))
+            lasted.append(_needed(mc, record, phase, end))
     if not lasted:
         return s.config.merge.epoch_limit if phase == "train" else s.config.merge.phase_limit
     return max(3.0 * median(lasted), floor) + s.config.limits.grace
+
+
+def _needed(mc: Machine, record: EpochRecord, phase: str, end: float) -> float:
+    """How long a phase needed to last. One that was waited out to its deadline, in an epoch that merged, gives the same
+    limit again and not three times it: else one member who never delivers would make every epoch longer than the last,
+    without end. Where nothing merged the limit may have been too short for everybody, so it grows."""
+    lasted, until = end - record.began[phase] - record.held.get(phase, 0.0), record.until.get(phase)
+    if until is None or end < until or not any(record.merged.values()):
+        return lasted
+    return max(0.0, lasted - mc.state.config.limits.grace) / 3.0
 
 
 _OVER = {"commit": training.PASSES, "upload": ("commit",), "reduce": ("upload",), "sync": ("reduce", "recompute")}

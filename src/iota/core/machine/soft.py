@@ -62,6 +62,10 @@ class Soft:
         self.counter += 1
         return (boots << 40) + self.counter
 
+    def coming_task(self, boots: int) -> int:
+        """The id that `next_task` gives next."""
+        return (boots << 40) + self.counter + 1
+
     def stage_trainers(self, state: RunState) -> list[list[Member]]:
         """Per stage, who may take work; cached, since routing asks at every accepted result."""
         if self.trainers is None:

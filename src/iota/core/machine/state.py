@@ -18,13 +18,19 @@ KEPT_EPOCHS = 100
 
 @dataclass(slots=True)
 class Facts:
-    """What the books say of one member's session in one epoch: the reference that its evidence must match."""
+    """What the books say of one member's session in one epoch: the reference that its evidence must match. One row of
+    `heads` (plus the commitment's), `kinds`, `samples`, `given`, `outs` and `losses` for each accepted result;
+    `averaged`: passes that each inner step was told to average (`tasks.MinerFacts`)."""
 
     number: int
     session: int
     stage: int
     epoch: int
     heads: list[Digest] = field(default_factory=list)
+    kinds: list[str] = field(default_factory=list)
+    samples: list[int] = field(default_factory=list)
+    given: list[tuple[Digest, Digest]] = field(default_factory=list)
+    averaged: list[int] = field(default_factory=list)
     outs: list[Digest] = field(default_factory=list)
     losses: list[float | None] = field(default_factory=list)
     accepted: list[int] = field(default_factory=list)
@@ -78,7 +84,8 @@ class Member:
 @dataclass(slots=True)
 class Sample:
     """An open sample. `path[s]` = (number, session) of who did the forward at stage s; `kind` and `stage` say which
-    task is next, `holder` who has it (-1: nobody). `backwards` counts accepted backward passes."""
+    task is next, `holder` who has it (-1: nobody). `backwards` counts accepted backward passes. `inputs[s]`: digest of
+    the activation that stage s works on, `gradient` of the last gradient sent back: what the hub hands on."""
 
     id: int
     first: int
@@ -86,6 +93,8 @@ class Sample:
     stage: int = 0
     holder: int = -1
     path: list[tuple[int, int]] = field(default_factory=list)
+    inputs: list[Digest] = field(default_factory=list)
+    gradient: Digest = ""
     backwards: int = 0
     attempt: int = 0
     loss: float | None = None

@@ -27,11 +27,14 @@ from iota.store.blobs import Blobs
 from iota.store.journal import Journal
 from iota.store.manifest import checkpoint_zero
 from iota.wire.keys import Identity
+from iota.wire.message import pack_sheet
 from iota.wire.nonces import NonceBook
 
 REQUESTS = tasks.Join | tasks.Turn | queries.Query
 ALIVE = "alive"
 NONCE = "nonce/"
+INLINE_SHOWS = 8
+"""More of them (some 2 KiB each) are attached instead of riding in an answer's control part."""
 
 
 class Orchestrator:
@@ -66,11 +69,14 @@ class Orchestrator:
         self.linker = sheets.Linker(identity, blob_url)
         self.meter = views.Meter(clock.now())
         self.observers: list[Callable[[ev.Event], None]] = [self.archive.observe]
+        self.told: set[tuple[int, int]] = set()
+        """(member, session) of everyone who was told to leave."""
         self._sealed = Tensor("uint8", (len(sealed),), sealed)
         self._entropy = entropy
         self._stop = stop
         self._polls: dict[int, asyncio.Event] = {}
         self._nudge = asyncio.Event()
+        self._durable: asyncio.Future[int] | None = None
         self._untidy = False
         self._closing = asyncio.Event()
         self._nonces = NonceBook(self.config.limits.clock_window)
@@ -142,7 +148,7 @@ class Orchestrator:
         return self.machine.state.phase == "finished"
 
     async def commit(self, marks: Mapping[str, int] | None = None) -> None:
-        """Journal what the machine decided, wake whom it concerns, and return when it is durable."""
+        """Journal what the machine decided, wake whom it concerns, and return when all decided so far is durable."""
         now = self.clock.now()
         rows = []
         for event in self.machine.take_events():
@@ -152,10 +158,11 @@ class Orchestrator:
             rows.append((now, type(event).__name__, ev.encode(event)))
         self._wake()
         if rows or marks:
-            durable = self.journal.append(rows, {**(marks or {}), ALIVE: int(now * 1000), **self.meter.marks()})
+            self._durable = self.journal.append(rows, {**(marks or {}), ALIVE: int(now * 1000), **self.meter.marks()})
             if any(row[1] in ("EpochOpened", "VerdictGiven") for row in rows):
                 self._untidy = True
-            await durable
+        if self._durable is not None:  # also what others decided and this reply may speak of
+            await asyncio.shield(self._durable)
 
     def _wake(self) -> None:
         soft = self.machine.soft
@@ -198,9 +205,11 @@ class Orchestrator:
             turn = msgspec.structs.replace(turn, shown=await steward.check_shown(self, member, turn.shown))
         event = self._poll_event(key)
         event.clear()  # before the question: what changes after the answer sets it
+        judged = member.last_seq if member is not None else 0
         out = self.machine.turn(key, turn, _body_digest(incoming), now, problem)
         m = self.machine.state.members[self.machine.state.by_key[key]]
-        self._keep(m, turn, out, incoming)
+        if turn.seq > judged:  # a turn that comes again must not touch what was relayed since
+            self._keep(m, turn, out, incoming)
         outgoing = self._outgoing(m, turn, out)  # before anything is awaited: what it relays may be released meanwhile
         await self.commit(self._mark(incoming))
         return await self._hold(m, turn, event) if self._may_hold(turn, out) else outgoing
@@ -237,7 +246,8 @@ class Orchestrator:
             return "", ""
         lease = self.machine.soft.lease.get(m.number)
         if isinstance(turn.result, tasks.Passed):
-            return self.relay.problem(turn.result, incoming.tensors, incoming.control.tensors, lease, m.stage)
+            heads, origin = incoming.control.tensors, incoming.origin
+            return self.relay.problem(turn.result, incoming.tensors, heads, origin, lease, m.stage)
         if incoming.tensors:
             return "bad_input", f"a {type(turn.result).__name__} carries no tensors"
         if isinstance(turn.result, tasks.Done) and lease is not None and lease.kind == "upload":
@@ -264,15 +274,22 @@ class Orchestrator:
 
     def _outgoing(self, m: Member, turn: tasks.Turn, out: Outcome) -> Outgoing:
         task, tensors, heads = self._attach(m, out)
-        shows = sheets.link_shows(self.linker, out.shows)
+        if isinstance(task, tasks.Leave):
+            self.told.add((m.number, m.session))
+        shows = sheets.link_shows(self.linker, self.machine, out.shows, self.relay.payload)
+        attached = len(shows) > INLINE_SHOWS
+        if attached:
+            sheet, shows = pack_sheet(tasks.ShowSheet(shows)), ()
+            tensors, heads = [*tensors, sheet], None if heads is None else [*heads, sheet.head()]
         answer = tasks.Answer(
             seq=turn.seq,
             verdict=out.verdict,
             step=out.step,
             task=task,
             shows=shows,
-            standing=self._standing(m),
+            standing=self.machine.standing(m),
             time=self.clock.now(),
+            shows_attached=attached,
         )
         return Outgoing(answer, tensors, heads)
 
@@ -308,19 +325,6 @@ class Orchestrator:
             held.append(self.relay.find("activation", sample, stage))
             change["input_origin"] = held[1].origin
         return msgspec.structs.replace(task, **change), [h.tensor for h in held], [h.head for h in held]
-
-    def _standing(self, m: Member) -> tasks.Standing:
-        s = self.machine.state
-        return tasks.Standing(
-            epoch=s.epoch,
-            phase=s.phase,
-            phase_since=s.phase_at,
-            phase_until=s.phase_until,
-            passes_epoch=m.booked,
-            passes_total=m.total,
-            last_verdict=m.last_verdict,
-            paid_total=m.paid,
-        )
 
     def operate(self, command: queries.Operate, by: Key) -> str:
         """An operator's order. Raises `Refused`."""

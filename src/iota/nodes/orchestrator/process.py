@@ -166,14 +166,13 @@ async def _serve(
 
 
 def _all_told(node: Orchestrator, now: float) -> bool:
-    """Whether the run is finished and every live peer asked since, and so got its `Leave`; or had the time to."""
+    """Whether the run is finished and every live peer was told so; or had the time to ask."""
     state = node.machine.state
     if not node.finished:
         return False
     if now - state.phase_at >= TELL_SECONDS:
         return True
-    seen = node.machine.soft.seen
-    return all(seen.get(m.number, 0.0) >= state.phase_at for m in state.members if m.alive)
+    return all((m.number, m.session) in node.told for m in state.members if m.alive)
 
 
 def write_history(node: Orchestrator, folder: RunFolder) -> None:

@@ -12,6 +12,11 @@ from iota.core.values import DTYPE_BYTES, Tensor, TensorHead
 from iota.model.layout import boundary_channels
 
 
+MAX_ORIGIN = 16 * 1024
+"""A relayed control part rides inside the control part of the task (two of them when a pathway broke), which has 64 KiB:
+a producer must not be able to make a task that cannot be told to anybody."""
+
+
 @dataclass(slots=True, frozen=True)
 class Held:
     """A tensor, its checked head, and the signed control part of who made it."""
@@ -42,6 +47,7 @@ class Relay:
         result: tasks.Passed,
         tensors: tuple[Tensor, ...],
         heads: tuple[TensorHead, ...],
+        origin: bytes,
         lease: Lease | None,
         stage: int,
     ) -> tuple[str, str]:
@@ -54,6 +60,8 @@ class Relay:
         sent = heads[0].digest if heads else ""
         if result.out != sent:
             return "bad_input", "the result's digest of its output is not that of the tensor sent with it"
+        if len(origin) > MAX_ORIGIN:
+            return "bad_input", f"a result's control part has at most {MAX_ORIGIN} bytes, not {len(origin)}"
         for tensor in tensors:
             if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
                 return (

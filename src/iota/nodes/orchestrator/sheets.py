@@ -12,12 +12,16 @@ from iota.core.machine.machine import Machine
 from iota.core.machine.merging import upload_keys
 from iota.core.machine.state import Facts
 from iota.core.values import Checkpoint, CheckpointSheet, Tensor
+from iota.nodes.evidence import snapshot_length
 from iota.nodes.orchestrator.archive import Archive
+from iota.nodes.orchestrator.relay import MAX_ORIGIN
 from iota.store.links import Signer, sign_link
 from iota.wire.message import pack_sheet
 
-MAX_EVIDENCE = 1 << 40
-"""Evidence has no size fixed in advance; the store's own limit holds."""
+SPARE_RESULTS = 256
+"""Refused results beyond the accepted ones for which evidence has room."""
+ENTRY_BYTES = 512
+"""More than any transcript entry, or a record's header without its origin, takes."""
 
 
 @dataclass(slots=True)
@@ -32,7 +36,7 @@ class Linker:
     def get(self, name: str, until: float) -> str:
         return sign_link(self.signer, self.base_url, "GET", name, until + self.margin)
 
-    def put(self, name: str, until: float, max_length: int = MAX_EVIDENCE) -> str:
+    def put(self, name: str, until: float, max_length: int) -> str:
         return sign_link(self.signer, self.base_url, "PUT", name, until + self.margin, max_length=max_length)
 
     def pinned(self, name: str, until: float, length: int, sha256: str) -> str:
@@ -68,16 +72,29 @@ def link_upload(linker: Linker, mc: Machine, number: int, task: tasks.Upload) ->
     )
 
 
-def link_shows(linker: Linker, shows: tuple[tasks.Show, ...]) -> tuple[tasks.Show, ...]:
-    rows = []
-    for show in shows:
-        changes = {
-            field: linker.put(name, show.deadline)
-            for field in ("transcript_url", "start_url", "stop_url", "final_url", "inputs_url", "outputs_url")
-            if (name := getattr(show, field))
-        }
-        rows.append(msgspec.structs.replace(show, **changes))
-    return tuple(rows)
+def link_shows(linker: Linker, mc: Machine, shows: tuple[tasks.Show, ...], payload: int) -> tuple[tasks.Show, ...]:
+    """`payload`: bytes of one boundary tensor. Snapshots are pinned to the committed digests, the rest to what the
+    books say there can be: an object without limit could fill the store, or a validator's memory."""
+    return tuple(_link_show(linker, mc, show, payload) for show in shows)
+
+
+def _link_show(linker: Linker, mc: Machine, show: tasks.Show, payload: int) -> tasks.Show:
+    audit = mc.state.audits[show.audit]
+    facts = mc.state.facts[(audit.epoch, audit.number, audit.session)]
+    cuts = {cut.step: cut.digest for cut in facts.cuts}
+    steps = {"start_url": audit.start, "stop_url": audit.stop, "final_url": facts.cuts[-1].step}
+    results = len(facts.heads) + SPARE_RESULTS
+    sizes = {
+        "transcript_url": 4 * results * ENTRY_BYTES,
+        "inputs_url": 2 * results * (payload + MAX_ORIGIN + ENTRY_BYTES),
+        "outputs_url": results * (payload + ENTRY_BYTES),
+    }
+    changes = {field: linker.put(getattr(show, field), show.deadline, size) for field, size in sizes.items()}
+    length = snapshot_length(mc.parameters[audit.stage])
+    for field, step in steps.items():
+        if name := getattr(show, field):
+            changes[field] = linker.pinned(name, show.deadline, length, cuts[step])
+    return msgspec.structs.replace(show, **changes)
 
 
 def audit_sheet(linker: Linker, mc: Machine, archive: Archive, audit_id: int, until: float) -> Tensor:
@@ -122,6 +139,10 @@ def _facts(mc: Machine, facts: Facts) -> tasks.MinerFacts:
         heads=tuple(facts.heads),
         outs=tuple(facts.outs),
         losses=tuple(facts.losses),
+        kinds=tuple(facts.kinds),
+        samples=tuple(facts.samples),
+        given=tuple(facts.given),
+        averaged=tuple(facts.averaged),
         accepted=tuple(facts.accepted),
         cuts=tuple(facts.cuts),
         upload_root=facts.root,

@@ -59,7 +59,8 @@ class Meter:
 
 
 async def answer(node: Orchestrator, by: Key, body: Any, mark: dict[str, int]) -> Outgoing:
-    """Answer a query. Raises `Refused`."""
+    """Answer a query. Raises `Refused`. Anyone may ask, with a key of the moment, so only an order's nonce is kept over a
+    restart: to read twice does no harm, and strangers must not fill the journal."""
     if isinstance(body, queries.DataLinks):
         document: Any = _data_links(node, body)
     elif isinstance(body, queries.Status):
@@ -70,13 +71,17 @@ async def answer(node: Orchestrator, by: Key, body: Any, mark: dict[str, int]) -
         document = explanation(node, body)
     elif isinstance(body, queries.LedgerFrom):
         entries = [entry for entry in node.machine.state.ledger if entry.epoch >= body.epoch]
-        return _document("jsonl", ledger.encode(entries))
+        reply = _document("jsonl", ledger.encode(entries))
+        await node.commit()
+        return reply
     elif isinstance(body, queries.EventsFrom):
         return _document("msgpack", _events(node, by, body))
     else:
         document = {"done": node.operate(body, by)}
-    await node.commit(mark)
-    return _document("json", msgspec.json.encode(document))
+        await node.commit(mark)
+    reply = _document("json", msgspec.json.encode(document))
+    await node.commit()  # nobody is told of a credit or a payment that a restart could lose
+    return reply
 
 
 def _document(kind: str, data: bytes) -> Outgoing:

@@ -48,6 +48,7 @@ def check_books(sheet: AuditSheet, transcript: Transcript, run: str, epoch: int,
         raise Contradiction("the transcript does not end with the committed head")
     _check_shape(entries, sheet.checkpoint.root(), last_stage)
     _check_reported(entries, places[:-1], facts)
+    _check_given(entries, places[:-1], facts)
     counted = _counted(entries, last_stage)
     if tuple(entries[place].sample for place in counted) != facts.accepted:
         raise Contradiction(
@@ -55,7 +56,7 @@ def check_books(sheet: AuditSheet, transcript: Transcript, run: str, epoch: int,
         )
     if not set(counted) <= set(places[:-1]):
         raise Contradiction("the transcript counts a pass whose result was never accepted")
-    _check_steps(entries, set(counted), facts.cuts)
+    _check_steps(entries, set(counted), facts)
 
 
 def _places(heads: list[Digest], reported: tuple[Digest, ...]) -> list[int]:
@@ -106,6 +107,32 @@ def _check_reported(entries: tuple[Entry, ...], places: list[int], facts: MinerF
             )
 
 
+_OPERATION = {"f": "forward", "l": "forward", "b": "backward"}
+
+
+def _check_given(entries: tuple[Entry, ...], places: list[int], facts: MinerFacts) -> None:
+    """Each accepted result is an operation of its own, of its very sample, on the very tensors that the hub handed on
+    for it: else a miner could answer many tasks with one output, or compute on inputs of its own making."""
+    if len(set(places)) != len(places):
+        raise Contradiction("two accepted results end with the same operation: one of them was never computed")
+    inputs: dict[int, Digest] = {}
+    rows = zip(places, facts.kinds, facts.samples, facts.given, strict=False)
+    at = 0
+    for number, (place, kind, sample, (received, x)) in enumerate(rows):
+        for entry in entries[at : place + 1]:
+            if entry.op == "forward":
+                inputs[entry.sample] = entry.inp
+        at = place + 1
+        entry = entries[place]
+        if (entry.op, entry.sample) != (_OPERATION[kind], sample):
+            raise Contradiction(
+                f"result {number} was accepted as the {_OPERATION[kind]} of sample {sample}, its transcript has the "
+                f"{entry.op} of sample {entry.sample}"
+            )
+        if (entry.inp, inputs.get(sample, "")) != (received, x):
+            raise Contradiction(f"result {number} (sample {sample}) was not computed on the tensors handed on for it")
+
+
 def _counted(entries: tuple[Entry, ...], last_stage: bool) -> list[int]:
     """Places of the passes whose gradient counts: not dropped right after."""
     op = "forward" if last_stage else "backward"
@@ -113,7 +140,8 @@ def _counted(entries: tuple[Entry, ...], last_stage: bool) -> list[int]:
     return [i for i, entry in enumerate(entries) if entry.op == op and following[i] != "drop"]
 
 
-def _check_steps(entries: tuple[Entry, ...], counted: set[int], cuts: tuple[Cut, ...]) -> None:
+def _check_steps(entries: tuple[Entry, ...], counted: set[int], facts: MinerFacts) -> None:
+    cuts, told = facts.cuts, facts.averaged
     steps = pending = 0
     for number, entry in enumerate(entries):
         pending += number in counted
@@ -122,6 +150,8 @@ def _check_steps(entries: tuple[Entry, ...], counted: set[int], cuts: tuple[Cut,
         steps += 1
         if entry.number != pending:
             raise Contradiction(f"inner step {steps} claims to average {entry.number} passes, there are {pending}")
+        if steps <= len(told) and told[steps - 1] != pending:
+            raise Contradiction(f"inner step {steps} averages {pending} passes, it was told to after {told[steps - 1]}")
         pending = 0
     if pending:
         raise Contradiction(f"{pending} counted passes never entered a step")

@@ -164,7 +164,10 @@ def main(threads: str) -> None:
     source = sys.stdin.buffer
     with os.fdopen(os.dup(sys.stdout.fileno()), "wb") as sink:
         os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a library prints must not enter the protocol
-        _serve(source, sink, int(threads))
+        try:
+            _serve(source, sink, int(threads))
+        except BrokenPipeError:
+            os._exit(1)  # the validator was killed: nobody hears the answer, and closing `sink` would fail again
 
 
 def _serve(source: BinaryIO, sink: BinaryIO, threads: int) -> None:
