@@ -7,6 +7,7 @@ import asyncio
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 
 from iota.core import butterfly, ledger
@@ -187,7 +188,11 @@ def check(swarm, *, exact=True, honest=True) -> None:
             if isinstance(e, ev.StageMerged):
                 ours, theirs = swarm.watch.merged[e.epoch, e.stage], run.merged[e.epoch, e.stage].numpy()
                 gap = float(np.abs(ours - theirs).max())
-                assert gap <= 1e-6 * e.epoch, (e.epoch, e.stage, gap)  # rounding adds up over the epochs
+                # Rounding adds up over epochs, and Adam magnifies it where a gradient is all but zero. A pass more
+                # or less moves weights by the learning rate, 2e-3.
+                late = e.epoch > 3
+                assert gap <= (1e-4 if late else 1e-6), (e.epoch, e.stage, gap)
+                assert float(np.abs(ours - theirs).mean()) <= (1e-6 if late else 1e-7), (e.epoch, e.stage)
                 assert e.checkpoint.t == run.steps[e.epoch, e.stage]
         assert all(abs(a - b) < 1e-5 for a, b in run.losses.values())
 
@@ -241,6 +246,11 @@ def on(swarm, wanted, act) -> None:
             act()
 
     swarm.watchers.append(watch)
+
+
+def some(quick, every):
+    """Parameters of which only the quick ones run in `make test`, the others in `make test-all`."""
+    return [value if value in quick else pytest.param(value, marks=pytest.mark.slow) for value in every]
 
 
 def begins(phase, epoch=1):

@@ -19,19 +19,17 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from iota.core import ledger
-from iota.core.machine import events as ev
 from iota.core.queries import LedgerFrom, Operate, Status
 from iota.errors import IotaError
 from iota.nodes.ask import Asker, get_page
 from iota.nodes.real import RealClock, entropy
 from iota.store.files import TEMP_SUFFIX
-from iota.store.sqlite import SqliteJournal
 from iota.wire.keys import Identity
 from ports import free_ports
 
 TINY = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml")
 MINERS = 6
-MINIMUM = 16
+MINIMUM = 24
 SETS = (
     f"swarm.miners={MINERS}",
     "merge.members=2",
@@ -39,6 +37,7 @@ SETS = (
     "merge.epoch_limit=60",
     "merge.gather_limit=120",
     "train.lr_tokens=40000",
+    "train.lr=0.0005",
     "train.min_lr_share=0.0",
     f"merge.min_batches={MINIMUM}",
     "limits.poll=3.0",
@@ -80,7 +79,6 @@ class Swarm:
     """One `iota up` with all its processes. `sessions`: every session id (POSIX) that its children ever had."""
 
     folder: Path
-    seed: int
     struck: list[Struck] = field(default_factory=list)
     sessions: set[int] = field(default_factory=set)
     asker: Asker | None = None
@@ -147,7 +145,7 @@ class Swarm:
         for pid in pids:
             send(pid, signal.SIGKILL)
 
-    def wait(self, seconds=300.0):
+    def wait(self, seconds=400.0):
         """Until `iota up` is done, which it must be in order."""
         end = time.monotonic() + seconds
         while self.process.poll() is None:
@@ -385,11 +383,11 @@ class Swarm:
         """No more kills: two whole epochs, at least `tokens` in all, then the end."""
         epoch = await self.until("an epoch to train", lambda s: s["epoch"] if s["phase"] == "train" else 0)
         rule = f"epochs >= {epoch + 2} and tokens >= {tokens}"
-        done = await self.ask(
-            Operate(command="extend", target=rule), identity=Identity.load(self.folder / "operator.key")
-        )
-        assert done is not None, self.told()
-        self.last_kill_epoch = epoch
+        order = Operate(command="extend", target=rule)
+        operator = Identity.load(self.folder / "operator.key")
+        end = time.monotonic() + PATIENCE
+        while await self.ask(order, identity=operator) is None:
+            assert time.monotonic() < end, self.told()
         await self.close()
 
 
@@ -447,62 +445,3 @@ def in_drain(status):
 
 def tasks_are(status, keys, kind):
     return all(m["task"] == kind for m in miners(status) if m["key"] in keys)
-
-
-# ------------------------------------------------------------------------------------------------------- afterwards
-
-
-def journaled(folder):
-    """(time, event) of a finished run, in order."""
-    history = json.loads((folder / "history.json").read_text())
-    journal = SqliteJournal(folder / "orchestrator" / "journal.sqlite", history["run"])
-    try:
-        assert journal.notices == []
-        return [(row.time, ev.decode(row.payload)) for row in journal.replay()]
-    finally:
-        journal.close()
-
-
-def sample_books(events):
-    """Count every sample by its own rules, apart from the machine's: opened = full + partial + returned + open, nothing
-    twice in one stage. Returns the counts."""
-    counts = dict.fromkeys(("opened", "full", "partial", "returned"), 0)
-    open_now, waiting, backward = {}, set(), set()
-    fresh = 0
-
-    def close(sample, how):
-        assert (how == "returned") == (not open_now[sample]), (sample, how)
-        del open_now[sample]
-        counts[how] += 1
-        if how == "returned":
-            waiting.add(sample)
-
-    for _, e in events:
-        if isinstance(e, ev.Opened):
-            assert e.sample not in open_now
-            assert e.sample in waiting if e.again else e.sample == fresh
-            fresh += not e.again
-            waiting.discard(e.sample)
-            open_now[e.sample] = 0
-            counts["opened"] += 1
-        elif isinstance(e, ev.Passed) and e.kind != "f":
-            assert (e.sample, e.stage) not in backward, f"sample {e.sample} counted twice in stage {e.stage}"
-            backward.add((e.sample, e.stage))
-            open_now[e.sample] += 1
-            if e.stage == 0:
-                close(e.sample, "full")
-        elif isinstance(e, ev.Passed):
-            assert e.sample in open_now
-        elif isinstance(e, ev.SampleClosed):
-            close(e.sample, e.how)
-        elif isinstance(e, ev.Restarted):
-            for sample, passes in list(open_now.items()):
-                close(sample, "partial" if passes else "returned")
-    counts["open"] = len(open_now)
-    assert counts["opened"] == counts["full"] + counts["partial"] + counts["returned"] + counts["open"]
-    return counts
-
-
-def leftovers(folder):
-    """Temporary and half-written files."""
-    return [str(path) for path in folder.rglob("*") if path.is_file() and path.name.endswith((TEMP_SUFFIX, ".part"))]

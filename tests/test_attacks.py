@@ -120,7 +120,8 @@ class OneHead(Booked):
 
     def facts(self):
         facts = super().facts()
-        twice = {name: (getattr(facts, name)[0], *getattr(facts, name)) for name in ("heads", "outs", "losses", "kinds")}
+        names = ("heads", "outs", "losses", "kinds")
+        twice = {name: (getattr(facts, name)[0], *getattr(facts, name)) for name in names}
         return msgspec.structs.replace(
             facts, samples=(99, *facts.samples), given=(facts.given[0], *facts.given), **twice
         )  # fmt: skip
@@ -177,8 +178,8 @@ class Hub:
         clock, blobs, network = Clock(), MemoryBlobs(), MemoryNetwork()
         manifest = await create_run(config, blobs, ORCHESTRATOR.key, NOW, ORCHESTRATOR.sign)
         node = Orchestrator(
-            manifest, await blobs.get(OBJECT), ORCHESTRATOR, "5e" * 32, journal=MemoryJournal(manifest.run), blobs=blobs,
-            blob_url="http://store", clock=clock, entropy=lambda n: bytes(n),
+            manifest, await blobs.get(OBJECT), ORCHESTRATOR, "5e" * 32, journal=MemoryJournal(manifest.run),
+            blobs=blobs, blob_url="http://store", clock=clock, entropy=lambda n: bytes(n),
         )  # fmt: skip
         await node.open()
         network.listen("hub", node.handler, limit=node.message_limit)
@@ -305,7 +306,8 @@ async def test_evidence_links_hold_what_was_committed_and_no_more():
     mc.state.facts[1, 0, 1] = Facts(0, 1, 0, 1, heads=["a" * 64], cuts=[Cut(0, "0" * 64), Cut(1, "1" * 64)])
     mc._open_audits[0] = mc.state.audits[0] = AuditRecord(0, 1, 0, 1, 0, 0, 0, 1, NOW + 60.0)
     show = (await first.turn()).body.shows[0]
-    links = {name: check_link(ORCHESTRATOR.key, "PUT", getattr(show, name), NOW) for name in URLS if getattr(show, name)}
+    urls = {name: url for name in URLS if (url := getattr(show, name))}
+    links = {name: check_link(ORCHESTRATOR.key, "PUT", url, NOW) for name, url in urls.items()}
     stop = links.pop("stop_url")
     assert stop.sha256 == "1" * 64 and stop.length == 8 + 12 * mc.parameters[0]
     payload = hub.node.relay.payload
@@ -374,3 +376,54 @@ def test_a_member_that_never_delivers_does_not_make_epochs_longer_and_longer():
     swarm.run(lambda: swarm.mc.state.phase == "finished", limit=20_000.0)
     lasted = [r.began["drain"] - r.began["train"] for r in swarm.mc.state.epochs.values()]
     assert max(lasted) < 65.0, lasted
+
+
+async def test_a_digest_is_no_place_for_a_book():
+    """Aim: fill journal and memory by a head of 50 KB with every result."""
+    hub, (first, *_) = await training()
+    tensor, before = first.tensor(), hub.node.journal.last
+    result = msgspec.structs.replace(first.passed(tensor), head="a" * 50_000)
+    with pytest.raises(PeerRefused, match="length <= 64"):
+        await first.turn(result, (tensor,))
+    assert hub.node.journal.last == before
+
+
+# -------------------------------------------------------------------------------------------- work that is disturbed
+
+
+def test_a_sample_that_nobody_can_use_starts_anew():
+    """Aim: keep a whole stage busy with failing. A first-stage miner sends finite numbers that overflow at whoever gets
+    them; the sample went from one neighbour to the next, each left alone for a second, until the drain."""
+    swarm = machine_swarm.Swarm(machine_swarm.config(merge=dict(members=2, min_batches=12)))
+    swarm.miners(6)
+    poisoner = swarm.peers[0].member.number
+    for peer in swarm.stage(1):
+
+        def forward(task, attach, peer=peer):
+            if swarm.mc.state.samples[task.sample].path[0][0] == poisoner:
+                return tasks.Failed(task=task.task, code="not_finite", text="")
+            return machine_swarm.Peer._forward(peer, task, attach)
+
+        peer._forward = forward
+    swarm.run(lambda: swarm.mc.state.phase == "finished", limit=20_000.0)
+    swarm.check()
+    rounds = {}
+    for e in swarm.seen(ev.Rerouted):
+        rounds[e.sample, e.stage] = rounds.get((e.sample, e.stage), 0) + 1
+    closed = [e for e in swarm.seen(ev.SampleClosed) if "could not be used" in e.why]
+    assert closed and all(e.how == "returned" for e in closed)
+    assert swarm.mc.state.epochs[1].samples_full >= 12
+
+
+def test_claimed_speed_draws_no_work_and_shortens_no_deadline():
+    swarm = machine_swarm.Swarm(machine_swarm.config(merge=dict(members=2, min_batches=40), stop="epochs >= 1"))
+    swarm.miners(6, seconds=3.0)
+    liar = swarm.stage(1)[0]
+    done = liar.result
+    liar.result = lambda out: (
+        msgspec.structs.replace(r, seconds=0.0) if isinstance(r := done(out), tasks.Passed) else r
+    )  # fmt: skip
+    swarm.until_phase("drain")
+    mine, other = (peer.member.passes for peer in swarm.stage(1))
+    assert 0.6 < mine / other < 1.6
+    assert swarm.mc.soft.quantile(1, "f", 0.0) >= 3.0 and swarm.mc.soft.quantile(1, "b", 0.0) >= 3.0

@@ -13,7 +13,9 @@ from iota.core import ledger
 from iota.core.machine import events as ev
 from iota.core.machine.fold import fold
 from iota.core.machine.state import RunState
-from kill_case import Kill, Swarm, journaled, leftovers, processes, run_with_kills, sample_books, session_of
+from iota.store.files import TEMP_SUFFIX
+from iota.store.sqlite import SqliteJournal
+from kill_case import Kill, Swarm, processes, run_with_kills, session_of
 
 pytestmark = pytest.mark.slow
 
@@ -69,14 +71,14 @@ def test_the_plans_cover_every_role_and_phase():
 
 
 @pytest.fixture(scope="module")
-def results(tmp_path_factory):
+def results():
     """What the runs of this module came to: number of the plan (0: undisturbed) -> (tokens, final held-out loss)."""
     return {}
 
 
 @pytest.mark.parametrize("number", [0, *PLANS])
 def test_a_run_survives(number, tmp_path, results):
-    swarm = Swarm(tmp_path / "run", number)
+    swarm = Swarm(tmp_path / "run")
     rng = random.Random(number)
     kills = list(PLANS.get(number, ()))
     swarm.start("epochs >= 100000" if kills else f"tokens >= {TOKENS}")
@@ -116,6 +118,62 @@ def check_run(swarm, kills, undisturbed, results, number):
     print(f"plan {number}: {len(history['epochs'])} epochs, {history['tokens']} tokens, held-out loss {final:.4f}")
     if undisturbed is not None:
         assert abs(final / undisturbed[1] - 1) <= 0.03, (final, undisturbed)
+
+
+def journaled(folder):
+    """(time, event) of a finished run, in order."""
+    history = json.loads((folder / "history.json").read_text())
+    journal = SqliteJournal(folder / "orchestrator" / "journal.sqlite", history["run"])
+    try:
+        assert journal.notices == []
+        return [(row.time, ev.decode(row.payload)) for row in journal.replay()]
+    finally:
+        journal.close()
+
+
+def sample_books(events):
+    """Count every sample by its own rules, apart from the machine's: opened = full + partial + returned + open, nothing
+    twice in one stage. Returns the counts."""
+    counts = dict.fromkeys(("opened", "full", "partial", "returned"), 0)
+    open_now, waiting, backward = {}, set(), set()
+    fresh = 0
+
+    def close(sample, how):
+        assert (how == "returned") == (not open_now[sample]), (sample, how)
+        del open_now[sample]
+        counts[how] += 1
+        if how == "returned":
+            waiting.add(sample)
+
+    for _, e in events:
+        if isinstance(e, ev.Opened):
+            assert e.sample not in open_now
+            assert e.sample in waiting if e.again else e.sample == fresh
+            fresh += not e.again
+            waiting.discard(e.sample)
+            open_now[e.sample] = 0
+            counts["opened"] += 1
+        elif isinstance(e, ev.Passed) and e.kind != "f":
+            assert (e.sample, e.stage) not in backward, f"sample {e.sample} counted twice in stage {e.stage}"
+            backward.add((e.sample, e.stage))
+            open_now[e.sample] += 1
+            if e.stage == 0:
+                close(e.sample, "full")
+        elif isinstance(e, ev.Passed):
+            assert e.sample in open_now
+        elif isinstance(e, ev.SampleClosed):
+            close(e.sample, e.how)
+        elif isinstance(e, ev.Restarted):
+            for sample, passes in list(open_now.items()):
+                close(sample, "partial" if passes else "returned")
+    counts["open"] = len(open_now)
+    assert counts["opened"] == counts["full"] + counts["partial"] + counts["returned"] + counts["open"]
+    return counts
+
+
+def leftovers(folder):
+    """Temporary and half-written files."""
+    return [str(path) for path in folder.rglob("*") if path.is_file() and path.name.endswith((TEMP_SUFFIX, ".part"))]
 
 
 def kills_hit(swarm, events):

@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from fault_case import PHASES, begins, kinds, last_epoch_whole, of_stage, on, reboot, seen, small, survive
+from fault_case import PHASES, begins, kinds, last_epoch_whole, of_stage, on, reboot, seen, small, some, survive
 from iota.core import butterfly, queries
 from iota.core.machine import events as ev
 from iota.nodes.miner.retain import digest_of
@@ -23,7 +23,7 @@ def plan(*faults, seed=1):
 # ------------------------------------------------------------------------------------------------------- crashes
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some(("train", "reduce"), PHASES))
 def test_a_miner_dies_in_a_phase_and_returns(tmp_path, phase):
     async def script(swarm):
         on(swarm, begins(phase, 2), lambda: swarm.crash("miner-4"))
@@ -37,7 +37,7 @@ def test_a_miner_dies_in_a_phase_and_returns(tmp_path, phase):
     assert swarm.ended["miner-4"].startswith("finished")
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some(("drain", "upload"), PHASES))
 def test_the_orchestrator_dies_in_a_phase_and_returns(tmp_path, phase):
     async def script(swarm):
         await seen(swarm, begins(phase, 2)).wait()
@@ -50,7 +50,10 @@ def test_the_orchestrator_dies_in_a_phase_and_returns(tmp_path, phase):
     assert len(kinds(swarm, ev.Restarted)) == 1
 
 
-@pytest.mark.parametrize("kind", [ev.Passed, ev.Committed, ev.Uploaded, ev.Planned, ev.ShardReported, ev.Loaded])
+REPLIES = (ev.Passed, ev.Committed, ev.Uploaded, ev.Planned, ev.ShardReported, ev.Loaded)
+
+
+@pytest.mark.parametrize("kind", some((ev.Passed, ev.Committed), REPLIES))
 def test_the_orchestrator_dies_with_a_reply_in_flight(tmp_path, kind):
     """The event is durable, the reply never leaves: the same request gets the same verdict from the restarted one."""
 
@@ -67,6 +70,7 @@ def test_the_orchestrator_dies_with_a_reply_in_flight(tmp_path, kind):
     assert {m.session for m in swarm.state.members} == {1}
 
 
+@pytest.mark.slow
 def test_the_orchestrator_dies_ten_times(tmp_path):
     async def script(swarm):
         for number in range(10):
@@ -98,7 +102,7 @@ def test_all_miners_of_a_stage_are_lost_and_fresh_ones_come(tmp_path):
 # --------------------------------------------------------------------------------------- frozen, slow, far, skewed
 
 
-@pytest.mark.parametrize("phase", ["train", "commit", "reduce", "sync"])
+@pytest.mark.parametrize("phase", some(("commit",), ("train", "commit", "reduce", "sync")))
 def test_a_frozen_miner_misses_the_merge_and_rejoins(tmp_path, phase):
     """A6: what it brings after it thawed is refused by session; it comes back and trains."""
 
@@ -117,6 +121,7 @@ def test_a_frozen_miner_misses_the_merge_and_rejoins(tmp_path, phase):
     last_epoch_whole(swarm)
 
 
+@pytest.mark.slow
 def test_a_miner_ten_times_slower_does_not_hold_the_swarm_up(tmp_path):
     """A3: the epoch ends without it; with half of the best member's passes it merges, else it is only paid."""
     config = small(merge=dict(min_batches=8, quorum=0.5))
@@ -131,19 +136,21 @@ def test_a_miner_ten_times_slower_does_not_hold_the_swarm_up(tmp_path):
     last_epoch_whole(slow)
 
 
+@pytest.mark.slow
 def test_when_all_are_slow_nobody_is_dropped(tmp_path):
     swarm = survive(small(), tmp_path, miners=6, validators=0, speeds={f"miner-{i}": 8.0 for i in range(6)})
     assert not kinds(swarm, ev.Gone)
     assert all(len(e.members) == 2 for e in kinds(swarm, ev.Planned))
 
 
+@pytest.mark.slow
 def test_a_miner_that_becomes_slow_in_the_middle(tmp_path):
     faults = plan(Fault(node="miner-3", kind="slow", at=3.0, lasts=10.0, value=40.0))
     swarm = survive(small("epochs >= 5"), tmp_path, miners=6, validators=0, plan=faults)
     last_epoch_whole(swarm)
 
 
-@pytest.mark.parametrize("seconds", [2.0, 10.0, -10.0, 3600.0, -3600.0])
+@pytest.mark.parametrize("seconds", some((3600.0,), (2.0, 10.0, -10.0, 3600.0, -3600.0)))
 def test_a_clock_that_is_wrong(tmp_path, seconds):
     """H1: within the window nothing happens; beyond it the owner is told how far off the clock is, and it works on."""
     faults = plan(Fault(node="miner-2", kind="clock_skew", at=0.0, value=seconds))
@@ -154,6 +161,7 @@ def test_a_clock_that_is_wrong(tmp_path, seconds):
     assert all(len(e.members) == 2 for e in kinds(swarm, ev.Planned))
 
 
+@pytest.mark.slow
 def test_a_clock_that_jumps_in_the_middle(tmp_path):
     faults = plan(
         Fault(node="miner-2", kind="clock_skew", at=2.0, lasts=6.0, value=3600.0),
@@ -167,7 +175,9 @@ def test_a_clock_that_jumps_in_the_middle(tmp_path):
 # ---------------------------------------------------------------------------------------------- messages and stores
 
 
-@pytest.mark.parametrize("kind", ["drop_request", "drop_reply", "duplicate", "reorder", "corrupt"])
+@pytest.mark.parametrize(
+    "kind", some(("drop_reply", "corrupt"), ("drop_request", "drop_reply", "duplicate", "reorder", "corrupt"))
+)
 def test_a_fifth_of_all_messages_is_hit(tmp_path, kind):
     """Not one sample is counted twice, in books or in gradients: weights equal the reference's."""
     faults = plan(*(Fault(node=f"miner-{i}", kind=kind, at=0.0, lasts=40.0, chance=0.2, value=0.3) for i in range(6)))
@@ -175,7 +185,7 @@ def test_a_fifth_of_all_messages_is_hit(tmp_path, kind):
     last_epoch_whole(swarm)
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some(("reduce",), PHASES))
 def test_the_store_is_cut_off_for_eight_seconds(tmp_path, phase):
     async def script(swarm):
         await seen(swarm, begins(phase, 2)).wait()
@@ -186,6 +196,7 @@ def test_the_store_is_cut_off_for_eight_seconds(tmp_path, phase):
     last_epoch_whole(swarm)
 
 
+@pytest.mark.slow
 def test_the_store_is_full_while_shards_are_put(tmp_path):
     async def script(swarm):
         await seen(swarm, begins("reduce", 2)).wait()
@@ -206,6 +217,7 @@ def test_a_miner_with_a_full_disk(tmp_path):
     }
 
 
+@pytest.mark.slow
 def test_two_miners_of_one_stage_with_ten_times_the_latency(tmp_path):
     faults = plan(*(Fault(node=n, kind="slow_link", at=0.0, value=10.0) for n in ("miner-1", "miner-2")))
     swarm = survive(small(), tmp_path, miners=6, validators=0, plan=faults)
@@ -215,7 +227,7 @@ def test_two_miners_of_one_stage_with_ten_times_the_latency(tmp_path):
 # ------------------------------------------------------------------------------------------------- coming and going
 
 
-@pytest.mark.parametrize("phase", ["train", "commit", "upload", "reduce", "sync"])
+@pytest.mark.parametrize("phase", some(("reduce",), ("train", "commit", "upload", "reduce", "sync")))
 def test_a_newcomer_arrives_in_a_phase(tmp_path, phase):
     """A8: it trains from the next full sync on, from the checkpoint."""
 
@@ -248,7 +260,7 @@ def test_every_miner_leaves_by_drain_and_returns(tmp_path):
     assert {e.how for e in kinds(swarm, ev.Gone)} == {"left"}
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some(("upload",), PHASES))
 def test_pause_and_resume_in_a_phase(tmp_path, phase):
     """Paused time stops deadlines; nobody is lost, nothing is late."""
     key = "ab" * 32
@@ -271,6 +283,7 @@ def test_pause_and_resume_in_a_phase(tmp_path, phase):
     assert all(len(e.members) == 2 and not e.missed for e in kinds(swarm, ev.Planned))
 
 
+@pytest.mark.slow
 def test_the_orchestrator_dies_while_paused(tmp_path):
     """L4: the pause survives the restart; the run goes on where it was."""
     key = "ab" * 32
@@ -291,7 +304,7 @@ def test_the_orchestrator_dies_while_paused(tmp_path):
     assert all(len(e.members) == 2 for e in kinds(swarm, ev.Planned))
 
 
-@pytest.mark.parametrize("down", [2.0, 15.0])
+@pytest.mark.parametrize("down", some((2.0,), (2.0, 15.0)))
 def test_a_validator_dies_in_an_audit(tmp_path, down):
     async def script(swarm):
         def begun(e):
@@ -366,7 +379,7 @@ def test_bytes_that_contradict_their_manifest_are_left_out(tmp_path):
     assert bad == {number}
 
 
-@pytest.mark.parametrize("worker", [NotFinite, WrongLength, NeverUploads])
+@pytest.mark.parametrize("worker", some((NeverUploads,), (NotFinite, WrongLength, NeverUploads)))
 def test_an_upload_that_cannot_be_is_no_part_of_the_merge(tmp_path, worker):
     swarm = survive(small(), tmp_path, miners=6, validators=1, workers={"miner-0": worker}, honest=False)
     m = swarm.state.member(swarm.key("miner-0"))
@@ -377,6 +390,7 @@ def test_an_upload_that_cannot_be_is_no_part_of_the_merge(tmp_path, worker):
     assert all(len(e.members) == (1 if e.stage == m.stage else 2) for e in kinds(swarm, ev.Planned))
 
 
+@pytest.mark.slow
 def test_an_update_a_thousand_times_too_large_is_flagged_in_its_epoch(tmp_path):
     """D12: it is finite and merges (robust reducers are a later policy), its verdict is invalid, it earns nothing."""
     swarm = survive(
@@ -388,7 +402,7 @@ def test_an_update_a_thousand_times_too_large_is_flagged_in_its_epoch(tmp_path):
     assert all(np.isfinite(array).all() for array in swarm.watch.merged.values())
 
 
-@pytest.mark.parametrize("validators", [0, 1])
+@pytest.mark.parametrize("validators", some((1,), (0, 1)))
 def test_an_owner_that_lies_about_a_shard_is_named(tmp_path, validators):
     """A third party recomputes at once; the right value stands, bit for bit, and the liar is a row of the matrix."""
     swarm = survive(small(), tmp_path, miners=6, validators=validators, workers={"miner-0": Liar})
@@ -399,6 +413,27 @@ def test_an_owner_that_lies_about_a_shard_is_named(tmp_path, validators):
     assert all(e.how == "agreed" for e in kinds(swarm, ev.ShardSettled) if e.stage != m.stage)
 
 
+def test_a_shard_that_lies_damaged_in_the_store_is_reduced_again(tmp_path):
+    """What its owner reported is not what the store holds: refused, done again; nobody is stopped at SYNC."""
+
+    async def script(swarm):
+        put, hit = swarm.blobs.put, []
+
+        async def damaged(key, parts):
+            if key.startswith("merge/2/") and not hit:
+                hit.append(key)
+                parts = [bytes(len(b"".join(parts)))]
+            return await put(key, parts)
+
+        swarm.blobs.put = damaged
+
+    swarm = survive(small(), tmp_path, script, miners=6, validators=0)
+    assert [e.code for e in kinds(swarm, ev.Declined)] == ["wrong_digest"]
+    assert {e.how for e in kinds(swarm, ev.ShardSettled)} == {"agreed"}
+    last_epoch_whole(swarm)
+
+
+@pytest.mark.slow
 def test_twelve_miners_in_one_stage_lose_both_owners_of_a_shard(tmp_path):
     config = small(
         "epochs >= 3",
@@ -424,7 +459,7 @@ def test_twelve_miners_in_one_stage_lose_both_owners_of_a_shard(tmp_path):
     last_epoch_whole(swarm)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", some((1,), (1, 2)))
 def test_one_stage_with_one_or_two_miners_loses_one_in_reduce(tmp_path, count):
     config = small(
         "epochs >= 3", stages=dict(codec="identity", wire_dtype="float32", count=1), merge=dict(members=count)

@@ -112,7 +112,8 @@ def judge(credit: Credit, verdict: str, epoch: int, why: str) -> Credit:
 
 def settle(credit: Credit, epoch: int, verdicts: Sequence[str], redraws: int, *, final: bool = False) -> Credit:
     """At the close of `epoch`: a credit without a verdict stays withheld while it can be drawn again, then is paid at
-    the share of valid ones among the miner's last ten `verdicts` (valid | invalid | absent, oldest first, others ignored).
+    the share of valid ones among the miner's last ten `verdicts` (valid | invalid | absent, oldest first; others are
+    left out).
     `final`: the run ends here, nothing will be drawn again."""
     if credit.state != "unmeasured" or credit.scored >= 0 or (epoch - credit.epoch < redraws and not final):
         return credit

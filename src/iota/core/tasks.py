@@ -14,7 +14,6 @@ import msgspec
 
 from iota.core.values import Checkpoint, Cut, Digest, Key
 
-
 # ---------------------------------------------------------------------------------------------- tasks for miners
 
 
@@ -185,9 +184,9 @@ class MinerFacts(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     `outs[i]`, `losses[i]`: output digest and loss that came with accepted result i (the commitment's head has none);
     empty when the books do not say.
 
-    `kinds[i]`, `samples[i]`: what accepted result i is (f | b | l) and of which sample; `given[i]`: digests of the tensor
-    that the hub handed on for it (a gradient for b) and of the stage's input ("" where there is none); `averaged[k]`:
-    passes that inner step k + 1 was told to average.
+    `kinds[i]`, `samples[i]`: what accepted result i is (f | b | l) and of which sample; `given[i]`: digests of the
+    tensor that the hub handed on for it (a gradient for b) and of the stage's input ("" where there is none);
+    `averaged[k]`: passes that inner step k + 1 was told to average.
     """
 
     key: Key

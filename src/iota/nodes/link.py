@@ -31,7 +31,7 @@ REJOIN = ("rejoin", "session_over", "unknown_key", "old_turn", "idempotency")
 PASSING = ("busy", "replayed")
 """Refusals that time cures."""
 FINAL = ("wrong_signer", "protocol", "wrong_recipient", "malformed")
-"""A bad reply to the very first message, again and again: something else answers there. Else it is damage on the way."""
+"""A bad reply to the very first message, again and again: something else answers there. Else: damage on the way."""
 DAMAGE = ("truncated", "trailing", "malformed", "protocol", "bad_signature", "wrong_digest")
 """Refusals that a message damaged on its way may bring: the same message, sent again, tells which it was."""
 DAMAGE_TRIES = 3
@@ -291,8 +291,8 @@ class Link:
         return None
 
     def _patience(self, body: tasks.Join | tasks.Turn) -> float:
-        """Seconds to wait for a reply, beside the time that the request's own tensors take. A lost reply must be noticed
-        and asked for again before the orchestrator takes our silence for death."""
+        """Seconds to wait for a reply, beside the time that the request's own tensors take. A lost reply must be
+        noticed, and asked for again, before the orchestrator takes our silence for death."""
         if self._manifest is None or isinstance(body, tasks.Join):
             return self._poll + REPLY_GRACE
         spare = max(self._silence - self._poll, 0.0) / 2

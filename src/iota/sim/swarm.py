@@ -153,6 +153,7 @@ class Swarm:
         self._identity = identity_of(seed, ORCHESTRATOR)
         self._cost, self._workers, self._speeds = cost, workers or {}, speeds or {}
         self._starts: dict[str, int] = {}
+        self._lives: list[asyncio.Task[Any]] = []
         self.injector = Injector(loop, plan or FaultPlan(()), on_crash=lambda name: None, on_restart=self._restart)
         self.network = SimNetwork(loop, seed, self.injector, link or Link(latency=0.005, jitter=0.5))
 
@@ -170,12 +171,19 @@ class Swarm:
     async def finish(self) -> RunState:
         """Wait until the run has ended and every node heard so; returns the final state."""
         while not (self.up(ORCHESTRATOR) and self.orchestrator is not None and self.orchestrator.finished):
+            self._raise_failures()
             await asyncio.sleep(0.5)
         for _ in range(60):
             if all(name in self.ended or name in self.failed or not self.up(name) for name in self.names):
                 break
             await asyncio.sleep(0.5)
         return await self.close()
+
+    def _raise_failures(self) -> None:
+        """A process that failed in a way no node may (a bug) ends the simulation at once, with its own error."""
+        for task in self._lives:
+            if task.done() and not task.cancelled():
+                task.result()
 
     async def close(self) -> RunState:
         assert self.orchestrator is not None
@@ -213,9 +221,9 @@ class Swarm:
         if name == ORCHESTRATOR:
             await self._start_orchestrator(host)
         elif name.startswith("miner"):
-            host.spawn(self._live(name, self._miner(host).run()), name)
+            self._lives.append(host.spawn(self._live(name, self._miner(host).run()), name))
         else:
-            host.spawn(self._live(name, self._validator(host).run()), name)
+            self._lives.append(host.spawn(self._live(name, self._validator(host).run()), name))
 
     def crash(self, name: str) -> None:
         """kill -9 a node's machine; `start_node` starts it again."""
@@ -251,7 +259,7 @@ class Swarm:
         await node.open()
         self.orchestrator = node
         self.network.listen(ORCHESTRATOR, node.handler, node=ORCHESTRATOR, limit=node.message_limit)
-        host.spawn(node.run(), "ticks")
+        self._lives.append(host.spawn(node.run(), "ticks"))
 
     def _caller(self, host: Host) -> Caller:
         channel = self.network.channel(host.name, ORCHESTRATOR)

@@ -5,7 +5,8 @@
     GET       /health          200, no link needed
 
 A PUT is refused before its body is read when the length is missing (411), too large (413) or not the pinned one (409),
-and after it when the digest is not the pinned one (422) or other bytes lie there already (409); whatever happens, nothing of a refused or broken upload stays.
+and after it when the digest is not the pinned one (422) or other bytes lie there already (409); whatever happens,
+nothing of a refused or broken upload stays.
 An upload must be whole before its link expires, by this service's clock, and must not pause longer than the idle limit.
 Every refusal is a JSON body {code, cause, remedy}: 403 for links, 404 no_object, 416 bad_range, 507 disk_full.
 """

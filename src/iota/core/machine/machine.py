@@ -158,7 +158,7 @@ class Machine:
         return Outcome(verdict, step, task, attach, auditing.shows(self, m) if self._open_audits else ())
 
     def again(self, key: Key, turn: tasks.Turn, now: float) -> Outcome:
-        """A held poll asks once more, for the turn it came with. It is not a sign of life: whoever asked may be gone."""
+        """A held poll asks once more, for the turn it came with. No sign of life: whoever asked may be gone."""
         m = membership.check_session(self, key, turn.session)
         self.may_step = turn.seq == self.soft.asked.get(m.number, NEVER)[0]
         task, attach = self._task(m, turn.seq, now)
@@ -202,7 +202,7 @@ class Machine:
         self.emit(ev.Operated(command, target, by, now, down))
         if command == "resume":
             for lease in self.soft.lease.values():
-                lease.deadline += down
+                lease.issued, lease.deadline = lease.issued + down, lease.deadline + down
             for shard in self.soft.disputed_at:
                 self.soft.disputed_at[shard] += down
             for number in self.soft.seen:

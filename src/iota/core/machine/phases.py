@@ -137,6 +137,7 @@ def open_epoch(mc: Machine, epoch: int, now: float) -> None:
     mc.soft.forwards.clear()
     mc.soft.backwards.clear()
     mc.soft.in_flight.clear()
+    mc.soft.spoiled.clear()
     mc.wake_everyone()
     books.close_epochs(mc)
 

@@ -31,8 +31,9 @@ class Lease:
 @dataclass(slots=True)
 class Soft:
     """`suspect`: let a pass's lease run out and said nothing since; it gets nothing until it speaks. `rest`: failed at
-    something and is left alone until then. `asked`: the last turn (seq, body) of each member. `in_flight`: samples that
-    a first-stage member opened and that are not closed yet. `wake`: whose held poll should ask again."""
+    something and is left alone until then. `spoiled`: opened a sample of this epoch that nobody could use. `asked`: the
+    last turn (seq, body) of each member. `in_flight`: samples that a first-stage member opened and that are not closed
+    yet. `wake`: whose held poll should ask again."""
 
     stages: int
     counter: int = 0
@@ -41,6 +42,7 @@ class Soft:
     draining: set[int] = field(default_factory=set)
     suspect: set[int] = field(default_factory=set)
     rest: dict[int, float] = field(default_factory=dict)
+    spoiled: set[int] = field(default_factory=set)
     asked: dict[int, tuple[int, str]] = field(default_factory=dict)
     forwards: dict[int, list[int]] = field(default_factory=dict)
     backwards: dict[int, list[int]] = field(default_factory=dict)
@@ -99,18 +101,19 @@ class Soft:
                     return sample
         return None
 
-    def note(self, stage: int, kind: str, number: int, seconds: float) -> None:
-        """Record a task's compute time for deadlines and for routing by speed."""
+    def note(self, stage: int, kind: str, number: int, took: float, seconds: float) -> None:
+        """Record a task: `took` from lease to result as seen here, for deadlines and for routing by speed (who claims
+        to be fast could draw all work to itself and shorten everybody's deadlines); `seconds` of compute as told."""
         key = (stage, kind)
         recent = self.durations.get(key)
         if recent is None:
             recent = self.durations[key] = deque(maxlen=RECENT)
-        recent.append(seconds)
+        recent.append(took)
         self.noted += 1
         if len(recent) <= 4 or self.noted % 8 == 0:  # an order statistic of 32 need not be sorted out at every task
             self.quantiles.clear()
         before = self.speed.get(number)
-        self.speed[number] = seconds if before is None else 0.8 * before + 0.2 * seconds
+        self.speed[number] = took if before is None else 0.8 * before + 0.2 * took
         self.busy[number] = self.busy.get(number, 0.0) + seconds
 
     def quantile(self, stage: int, kind: str, q: float) -> float | None:

@@ -80,6 +80,10 @@ class Member:
     history: list[str] = field(default_factory=list)
     paid: int = 0
 
+    def answered(self, seq: int, body: str, code: str | None = None, text: str = "", step: bool = False) -> None:
+        """Remember what turn `seq` was told, so that the same turn is told the same again."""
+        self.last_seq, self.last_body, self.last_code, self.last_text, self.last_step = seq, body, code, text, step
+
 
 @dataclass(slots=True)
 class Sample:
@@ -264,3 +268,10 @@ class RunState:
 
     def record(self) -> EpochRecord:
         return self.epochs[self.epoch]
+
+    def facts_of(self, m: Member) -> Facts:
+        """The record of a member's session in this epoch, begun at its first accepted result."""
+        if m.facts is None:
+            m.facts = Facts(m.number, m.session, m.stage, self.epoch)
+            self.facts[(self.epoch, m.number, m.session)] = m.facts
+        return m.facts

@@ -21,6 +21,11 @@ PASSES = ("f", "b", "l")
 NOBODY = (-1, -1, -1)
 REST = 1.0
 """Seconds that a member is left alone after it failed at something."""
+SHORT_REST = 0.1
+"""The same when it could not use what it was given, which is now somebody else's."""
+MAX_ATTEMPTS = 3
+"""A sample that more than so many members in turn could not use (a tensor on its way makes everything overflow) starts
+anew instead of going round and keeping a whole stage busy."""
 
 
 def lease_seconds(mc: Machine, stage: int, kind: str) -> float:
@@ -63,7 +68,7 @@ def _needy(mc: Machine, live: list[Member]) -> list[Member]:
     minimum, full, load = mc.state.config.merge.min_batches, max_in_flight(mc), mc.soft.load
     if not any(m.passes >= minimum for m in live):
         return live
-    short = [m for m in live if m.passes < minimum and load(m.number) < full]
+    short = [m for m in live if m.passes < minimum and load(m.number) < full and _may_lead(mc, m)]
     return short if short and len(short) < len(live) else live
 
 
@@ -123,8 +128,14 @@ def _yields(mc: Machine, m: Member) -> bool:
     return any(
         o.passes < minimum and len(mc.soft.in_flight.get(o.number, ())) < full
         for o in mc.soft.stage_trainers(mc.state)[0]
-        if o is not m
+        if o is not m and _may_lead(mc, o)
     )
+
+
+def _may_lead(mc: Machine, m: Member) -> bool:
+    """Whether others may stand back for a member below B_min: not while it fails at its tasks, nor when samples that it
+    began this epoch came to nothing."""
+    return m.number not in mc.soft.rest and m.number not in mc.soft.spoiled
 
 
 def _window_open(mc: Machine) -> bool:
@@ -211,9 +222,9 @@ def on_passed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Passed, now:
         mc.decline(m, seq, body, "bad_input", f"loss {r.loss} cannot be for a {kind} pass of stage {stage}")
         reroute(mc, sample, "a result that cannot be", m.number)
         return
-    held = max(0.0, now - lease.issued) + 1.0
-    seconds = r.seconds if 0.0 <= r.seconds <= held else held  # what a peer claims, within what can be (NaN cannot)
-    soft.note(stage, sample.kind, m.number, seconds)
+    took = max(0.0, now - lease.issued)
+    seconds = r.seconds if 0.0 <= r.seconds <= took + 1.0 else took  # claimed, within what can be (NaN cannot)
+    soft.note(stage, sample.kind, m.number, took, seconds)
     onward: tuple[int, ...] = ()
     if kind == "f":
         onward = route(mc, sample.id, stage + 1, sample.attempt, "f")
@@ -256,12 +267,18 @@ def on_failed(mc: Machine, m: Member, seq: int, body: str, r: tasks.Failed, now:
     if lease is None or lease.task != r.task:
         return
     del mc.soft.lease[m.number]
-    mc.soft.rest[m.number] = now + REST
     if lease.kind == "audit":
         auditing.on_failed(mc, lease.subject, r)
     sample = mc.state.samples.get(lease.subject) if lease.kind in PASSES else None
+    given = r.code in ("not_finite", "bad_input")
     if sample is not None and sample.holder == m.number:
-        reroute(mc, sample, f"{m.key[:8]} failed: {r.code}", m.number)
+        if given and sample.attempt >= MAX_ATTEMPTS:
+            mc.soft.spoiled.add(sample.first)
+            _close(mc, sample, f"{sample.attempt + 1} times what was given for it could not be used")
+        else:
+            reroute(mc, sample, f"{m.key[:8]} failed: {r.code}", m.number)
+    elsewhere = given and sample is not None and sample.holder != m.number  # it may well do other samples
+    mc.soft.rest[m.number] = now + (SHORT_REST if elsewhere else REST)
 
 
 # -------------------------------------------------------------------------------------------------- re-routing
@@ -323,7 +340,9 @@ def outstanding(mc: Machine, now: float) -> float:
 def close_open_samples(mc: Machine) -> None:
     """The drain's deadline: a sample without any accepted backward returns to the queue, others close as partial."""
     for sample in list(mc.state.samples.values()):
-        first = sample.first
-        how = "partial" if sample.backwards else "returned"
-        mc.emit(ev.SampleClosed(sample.id, how, "the drain ended"))
-        _sample_left(mc, sample.id, first)
+        _close(mc, sample, "the drain ended")
+
+
+def _close(mc: Machine, sample: Sample, why: str) -> None:
+    mc.emit(ev.SampleClosed(sample.id, "partial" if sample.backwards else "returned", why))
+    _sample_left(mc, sample.id, sample.first)

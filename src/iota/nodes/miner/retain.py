@@ -2,7 +2,7 @@
 
 One folder an epoch: `inputs.bin` and `outputs.bin` grow by whole records (`iota.nodes.evidence`), `cut-STEP.bin` is one
 snapshot. Everything of an epoch is kept until its audits are drawn, then only the drawn segments', at most to the end
-of epoch + 2. Nothing survives a start: a session's evidence is asked of that session only. So nothing is synced; a
+of epoch + 3. Nothing survives a start: a session's evidence is asked of that session only. So nothing is synced; a
 crash loses what nobody could ask for any more.
 
 All methods block and are called on the compute thread, one at a time.
@@ -27,8 +27,9 @@ from iota.store.files import disk_error
 
 Buffer = bytes | bytearray | memoryview
 
-KEEP_EPOCHS = 2
-"""Evidence of epoch e is kept to the end of epoch e + 2 at most."""
+KEEP_EPOCHS = 3
+"""Evidence of epoch e is drawn for the last time when epoch e + 2 merges; what is shown then is uploaded during e + 3,
+and must still be there when an upload has to be tried again."""
 
 
 Place = tuple[str, int, Digest]

@@ -18,7 +18,6 @@ class Archive:
         self._checkpoints: dict[tuple[int, int], Checkpoint] = {}
         self._audits: dict[int, set[int]] = {}
         self._audit_objects: dict[int, str] = {}
-        self.finished_audits: list[int] = []
 
     def observe(self, event: ev.Event) -> None:
         if isinstance(event, ev.RunStarted):
@@ -31,17 +30,17 @@ class Archive:
         elif isinstance(event, ev.VerdictGiven) and event.final:
             for open_audits in self._audits.values():
                 open_audits.discard(event.audit)
-            self.finished_audits.append(event.audit)
 
     def checkpoint(self, epoch: int, stage: int) -> Checkpoint:
         """Raises KeyError when it is no longer kept."""
         return self._checkpoints[(epoch, stage)]
 
     def kept_epochs(self, now_at: int) -> set[int]:
-        """The last few checkpoints, every k-th, and those that open audits replay from."""
+        """The last few checkpoints (as many as a redrawn audit may reach back), every k-th, and those that open audits
+        replay from."""
         limits = self._config.limits
         epochs = {epoch for epoch, _ in self._checkpoints}
-        kept = set(sorted(epochs)[-limits.keep_checkpoints :]) | {0}
+        kept = set(sorted(epochs)[-max(limits.keep_checkpoints, self._config.audit.redraws + 1) :]) | {0}
         if limits.keep_every:
             kept |= {epoch for epoch in epochs if epoch % limits.keep_every == 0}
         kept |= {epoch - 1 for epoch, open_audits in self._audits.items() if open_audits}

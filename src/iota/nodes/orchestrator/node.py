@@ -38,7 +38,7 @@ INLINE_SHOWS = 8
 
 
 class Orchestrator:
-    """One run. `secret` (hex) keys its share of every draw. Call `open`, then serve `handler` beside `run`; `close` ends.
+    """One run. `secret` (hex) keys its share of every draw. `open`, then serve `handler` beside `run`; `close` ends.
 
     `observers` are told every event, journaled ones too when the journal is replayed; they must not block.
     """

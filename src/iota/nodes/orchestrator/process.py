@@ -30,6 +30,7 @@ from iota.wire.locks import lock_folder
 TELL_SECONDS = 15.0
 """How long a finished run's orchestrator stays for peers that have not heard of the end."""
 LOOK_SECONDS = 0.2
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 SHOW_PAUSE = 5.0
 """Least seconds between two notices of a wait, and between two writes of the files for readers."""
 
@@ -141,6 +142,8 @@ async def _serve(
     server = HttpServer(node.handler, swarm.host, swarm.port, limit=node.message_limit, pages={"/health": health})
     await server.start()
     say(f"join URL: {folder.join_url.read_text(encoding='ascii').strip()}")
+    if swarm.host not in LOOPBACK and not config.admit.validators:
+        say("notice: whoever reaches this address may join as a validator and judge; name yours in [admit.validators]")
     again = 0.0
     ticking = asyncio.ensure_future(node.run())
     try:

@@ -11,10 +11,9 @@ from iota.core.machine.soft import Lease
 from iota.core.values import DTYPE_BYTES, Tensor, TensorHead
 from iota.model.layout import boundary_channels
 
-
 MAX_ORIGIN = 16 * 1024
-"""A relayed control part rides inside the control part of the task (two of them when a pathway broke), which has 64 KiB:
-a producer must not be able to make a task that cannot be told to anybody."""
+"""A relayed control part rides inside the control part of the task (two of them when a pathway broke), which has 64
+KiB: a producer must not be able to make a task that cannot be told to anybody."""
 
 
 @dataclass(slots=True, frozen=True)

@@ -59,7 +59,7 @@ async def check_shown(node: Orchestrator, m: Member, shown: tuple[tasks.Shown, .
 
 async def reduced_problem(node: Orchestrator, lease: Lease, result: tasks.Reduced) -> tuple[str, str]:
     """A reducer says it put its shards: each object must lie in the store with the bytes that were reported, part by
-    part. The merged checkpoint names them, so an object that is not what its owner says would stop everybody at SYNC."""
+    part. The merged checkpoint names them, so an object that is not what its owner says would stop all at SYNC."""
     if not isinstance(lease.attach, tuple) or lease.attach[0] != "reduce":
         return "", ""
     urls = {work.shard: work.url for work in lease.attach[1].shards}

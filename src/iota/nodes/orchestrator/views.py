@@ -59,8 +59,8 @@ class Meter:
 
 
 async def answer(node: Orchestrator, by: Key, body: Any, mark: dict[str, int]) -> Outgoing:
-    """Answer a query. Raises `Refused`. Anyone may ask, with a key of the moment, so only an order's nonce is kept over a
-    restart: to read twice does no harm, and strangers must not fill the journal."""
+    """Answer a query. Raises `Refused`. Anyone may ask, with a key of the moment, so only an order's nonce is kept over
+    a restart: to read twice does no harm, and strangers must not fill the journal."""
     if isinstance(body, queries.DataLinks):
         document: Any = _data_links(node, body)
     elif isinstance(body, queries.Status):
