@@ -427,3 +427,20 @@ def test_claimed_speed_draws_no_work_and_shortens_no_deadline():
     mine, other = (peer.member.passes for peer in swarm.stage(1))
     assert 0.6 < mine / other < 1.6
     assert swarm.mc.soft.quantile(1, "f", 0.0) >= 3.0 and swarm.mc.soft.quantile(1, "b", 0.0) >= 3.0
+
+
+def test_a_member_that_drains_shows_its_evidence_first():
+    """Honest harm: it left between the draw and its upload, and its epoch stayed without a verdict."""
+    swarm = machine_swarm.Swarm(machine_swarm.config(merge=dict(members=2)))
+    swarm.miners(6)
+    swarm.add("validator")
+    leaver = swarm.peers[0]
+    leaver.lazy = {"Show"}
+    swarm.run(lambda: any(a.number == leaver.member.number for a in swarm.mc.state.audits.values()))
+    leaver.draining = True
+    swarm.wait(3.0)
+    assert leaver.member.alive
+    leaver.lazy = set()
+    swarm.run(lambda: not leaver.member.alive)
+    swarm.finish()
+    assert leaver.member.history == ["valid"] and "left" in leaver.member.why_gone

@@ -284,7 +284,7 @@ def test_equal_tensors_of_two_samples_are_two_records(case, tmp_path):
     ]  # fmt: skip
 
 
-def test_after_the_draw_only_drawn_segments_stay_and_two_epochs_later_nothing(case, tmp_path):
+def test_after_the_draw_only_drawn_segments_stay_and_three_epochs_later_nothing(case, tmp_path):
     worker = trained(case, tmp_path)
     worker.turn(False, False, tasks.Commit(task=50, epoch=1, deadline=NOW), Given())
     shelf, before = worker.shelf, worker.retention.size()
@@ -292,15 +292,15 @@ def test_after_the_draw_only_drawn_segments_stay_and_two_epochs_later_nothing(ca
     note_drawn(worker.retention, 1, show)
     want = [(url, b"".join(map(bytes, parts))) for url, parts in evidence_for(worker.retention, 1, show)]
     checkpoint, _ = merged(case, worker)
-    for epoch in (1, 2, 3):
+    for epoch in (1, 2, 3, 4):
         later = msgspec.structs.replace(checkpoint, epoch=epoch)
         assert isinstance(worker.turn(False, False, *case.load(worker, later)).result, tasks.Loaded)
-        if epoch < 3:
+        if epoch < 4:
             assert worker.retention.size() < before
             assert [(u, b"".join(map(bytes, p))) for u, p in evidence_for(worker.retention, 1, show)] == want
             with pytest.raises(IotaError):
                 list(evidence_for(worker.retention, 1, show_of(0, 2, start="")))
-    assert not shelf.folder.exists() and list(worker.retention.epochs) == [4]
+    assert not shelf.folder.exists() and list(worker.retention.epochs) == [5]
     with pytest.raises(IotaError, match="not kept"):
         evidence_for(worker.retention, 1, show)
     with pytest.raises(IotaError, match="not kept"):

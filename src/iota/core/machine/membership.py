@@ -161,10 +161,12 @@ def check_session(mc: Machine, key: Key, session: int) -> Member:
 
 
 def farewell(mc: Machine, m: Member, now: float) -> tasks.Leave | None:
-    """The last word to a peer when the run is over or it asked to drain and holds nothing any more."""
+    """The last word to a peer when the run is over, or it asked to drain, holds nothing any more and has shown the
+    evidence that was asked of it: whoever leaves before that leaves its work without a verdict."""
     if mc.state.phase == "finished":
         return tasks.Leave(code="finished", text=f"the run ended: {mc.state.phase_why}")
-    if m.number in mc.soft.draining and m.number not in mc.soft.lease and mc.state.phase not in ENDED:
+    busy = m.number in mc.soft.lease or any(a.state == "show" for a in mc.open_audits(m.number))
+    if m.number in mc.soft.draining and not busy and mc.state.phase not in ENDED:
         gone(mc, m, "left", "drained on its own wish", now)
         return tasks.Leave(code="drained", text="your last work is booked; nothing is held by you any more")
     return None
