@@ -41,7 +41,13 @@ class LinkedBlobs:
         self._blobs, self._base, self._signer, self._objects = blobs, base, signer, objects
 
     async def put(self, key, parts) -> None:
-        await self._objects.put(sign_link(self._signer, self._base, "PUT", key, 100.0, max_length=10**9), parts)
+        url = sign_link(self._signer, self._base, "PUT", key, 100.0, max_length=10**9)
+        try:
+            await self._objects.put(url, parts)
+        except IotaError as error:
+            if error.code != "exists":
+                raise
+            await self._blobs.put(key, parts)  # a link writes once; replacing is the store owner's
 
     async def get(self, key, start=0, stop=None) -> bytes:
         return await self._objects.get(sign_link(self._signer, self._base, "GET", key, 100.0), start, stop)
