@@ -1,6 +1,8 @@
-"""Cheats, each a small class with its aim stated. They replace a miner's `StageWorker`; the product knows nothing of them."""
+"""Cheats, each a small class with its aim stated. They replace a miner's `StageWorker`; the product knows none."""
 
 from __future__ import annotations
+
+from typing import ClassVar
 
 import numpy as np
 
@@ -51,7 +53,7 @@ class Scaled(StageWorker):
 class Honest(StageWorker):
     """Does its work; the neighbour that a copier copies from."""
 
-    last: dict[tuple[int, str], Tensor] = {}
+    last: ClassVar[dict[tuple[int, str], Tensor]] = {}
 
     def output_of(self, task, out):
         if out is not None:

@@ -9,6 +9,7 @@ import math
 
 import torch
 import torch.nn.functional as F
+
 from iota.core.machine import events as ev
 from iota.model.data import sample_windows
 from iota.model.layout import Layout

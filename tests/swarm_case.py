@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import torch
+
 from iota.config.load import check, load_run
 from iota.config.schema import RunConfig
 from iota.sim import loop as virtual
@@ -60,6 +61,4 @@ def initial(swarm: Swarm) -> list[np.ndarray]:
 
 def train_tokens(swarm: Swarm) -> np.ndarray:
     """The run's training tokens as the manifest's shards hold them."""
-    return np.concatenate(
-        [np.frombuffer(swarm.blobs._objects[s.object], s.dtype) for s in swarm.manifest.train_shards]
-    )
+    return np.concatenate([np.frombuffer(swarm.blobs._objects[s.object], s.dtype) for s in swarm.manifest.train_shards])

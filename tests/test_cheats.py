@@ -1,6 +1,7 @@
 """Cheats in the simulated swarm with real torch: each is invalid in its first epoch, no honest miner ever is."""
 
 import pytest
+
 from cheats import Copier, ForgedMoment, FreeRider, Honest, Noise, Scaled, StaleUpload
 from swarm_case import run_swarm, tiny
 

@@ -23,7 +23,7 @@ def gone(pid):
 
 async def until(condition, seconds=20.0):
     async with asyncio.timeout(seconds):
-        while not condition():  # noqa: ASYNC110
+        while not condition():
             await asyncio.sleep(0.02)
 
 

@@ -24,6 +24,7 @@ def test_saying_shown_without_showing_is_invalid(tmp_path, monkeypatch):
     swarm = run_swarm(config, tmp_path, lose, miners=3, validators=1, workers={"miner-1": StageWorker})
     by_key = {}
     for audit in swarm.state.audits.values():
-        by_key.setdefault(swarm.state.members[audit.number].key, set()).add((audit.verdict, "not in the store" in audit.why))
+        row = (audit.verdict, "not in the store" in audit.why)
+        by_key.setdefault(swarm.state.members[audit.number].key, set()).add(row)
     assert by_key.pop(liar["key"]) == {("invalid", True)}
     assert set.union(*by_key.values()) == {("valid", False)}

@@ -292,10 +292,10 @@ async def test_a_client_that_dies_leaves_nothing(http: Store) -> None:
     writer.write(bytes(2_000_000))
     await writer.drain()
     async with asyncio.timeout(10):
-        while not unfinished(http):  # noqa: ASYNC110
+        while not unfinished(http):
             await asyncio.sleep(0.005)
         writer.transport.abort()
-        while unfinished(http):  # noqa: ASYNC110
+        while unfinished(http):
             await asyncio.sleep(0.005)
     assert await http.blobs.list() == []
 

@@ -6,7 +6,7 @@
 
 
 class IotaError(Exception):
-    """A failure that a person can act on. `code` is a stable word, `cause` says what is wrong and where, `remedy` what to do."""
+    """A failure that a person can act on. `code`: a stable word; `cause`: what and where; `remedy`: what to do."""
 
     def __init__(self, code: str, cause: str, remedy: str = "") -> None:
         super().__init__(f"{cause}{'. ' + remedy if remedy else ''}")
@@ -29,5 +29,7 @@ class Refused(IotaError):
 class Unreachable(IotaError):
     """No answer from a peer or store within the limit; safe to try again with the same idempotency id."""
 
-    def __init__(self, cause: str, remedy: str = "Check the address and that the process runs; the request may be repeated.") -> None:
+    def __init__(
+        self, cause: str, remedy: str = "Check the address and that the process runs; the request may be repeated."
+    ) -> None:
         super().__init__("unreachable", cause, remedy)

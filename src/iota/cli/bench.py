@@ -28,7 +28,7 @@ def add(subparsers: Any) -> None:
         kind.add_argument("--json", action="store_true", help="print one line of JSON")
     curve = kinds.add_parser("curve", help="held-out loss against tokens of a run file, in a simulated swarm")
     curve.add_argument("run_file", type=Path, metavar="RUN.toml", help="the run to train")
-    curve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the run file's value")
+    curve.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="instead of the file's value")
     curve.add_argument("--tokens", type=int, default=300_000, help="train this many (300000)")
     curve.add_argument("--miners", type=int, default=0, help="instead of the run file's swarm.miners")
     curve.add_argument("--json", action="store_true", help="print one line of JSON an epoch")

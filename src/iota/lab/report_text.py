@@ -273,7 +273,7 @@ def sample(facts: Facts) -> list[str]:
     made = facts.get("generated")
     if not made:
         return [f"GENERATED TEXT: none, because {facts.get('generated_why') or 'it was not asked for'}"]
-    lines = [f"GENERATED TEXT (epoch {made['epoch']}, seed {made['seed']}; the prompt, held-out text, is in [ ])"]
+    lines = [f"GENERATED TEXT (epoch {made['epoch']}, seed {made['seed']}; the prompt is in [ ])"]
     body = "[" + made["prompt"] + "]" + made["text"]
     rows = [row for line in body.split("\n") for row in textwrap.wrap(_printable(line), WIDTH - 4) or [""]]
     kept = [row for i, row in enumerate(rows) if row or (i and rows[i - 1])]

@@ -27,7 +27,7 @@ from iota.nodes.orchestrator.create import TOKENIZER_OBJECT
 from iota.store.blobs import check_key
 from iota.store.files import read_checked, write_atomic
 from iota.store.manifest import OBJECT, checkpoint_zero, read_manifest
-from iota.store.tokens import DTYPES, ByteTokenizer, FileTokenizer, Tokenizer
+from iota.store.tokens import ByteTokenizer, FileTokenizer, Tokenizer
 from iota.wire.keys import SIGNATURE_BYTES
 
 BLOBS = "blobs"
@@ -205,15 +205,6 @@ def tokenizer_of(folder: Path, manifest: Manifest) -> Tokenizer:
         return ByteTokenizer()
     path = folder / BLOBS / TOKENIZER_OBJECT
     return FileTokenizer(read_checked(path, manifest.tokenizer_digest), str(path))
-
-
-def heldout_beginning(folder: Path, manifest: Manifest, tokens: int) -> list[int]:
-    """The first tokens of the held-out text (fewer when it is shorter). Raises IotaError `no_object`, `corrupt`."""
-    if not manifest.heldout_shards:
-        return []
-    shard = manifest.heldout_shards[0]
-    data = read_checked(folder / BLOBS / check_key(shard.object), shard.digest)
-    return [int(token) for token in np.frombuffer(data, dtype=DTYPES[shard.dtype])[:tokens]]
 
 
 def tokens_trained(history: dict[str, Any] | None, epoch: int) -> int | None:

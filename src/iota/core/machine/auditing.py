@@ -235,11 +235,20 @@ def close_overdue(mc: Machine, now: float, everything: bool = False) -> None:
         ended = not m.alive or m.session != audit.session
         if audit.state == "show" and ended:
             _close(mc, audit, "inconclusive", "its session ended before it could show its evidence")
+        elif now >= audit.until and audit.state == "show" and _nobody_could(mc, audit):
+            _close(mc, audit, "inconclusive", "nobody showed any evidence of this epoch: the store must have been down")
         elif now >= audit.until and audit.state == "show":
             _close(mc, audit, "invalid", "did not show its evidence by the deadline")
         elif now >= audit.until or everything:
             what = "no validator replayed it in time" if audit.state == "ready" else "the run ended before it was shown"
             _close(mc, audit, "inconclusive", what)
+
+
+def _nobody_could(mc: Machine, audit: AuditRecord) -> bool:
+    """Of at least three miners asked in this epoch, not one has shown anything: that is no single miner's doing."""
+    asked = [a for a in mc.state.audits.values() if a.epoch == audit.epoch]
+    shown = any(a.state == "ready" or a.validator >= 0 for a in asked)
+    return not shown and len({a.number for a in asked}) >= 3
 
 
 def _close(mc: Machine, audit: AuditRecord, verdict: str, why: str) -> None:

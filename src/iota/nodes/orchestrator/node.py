@@ -78,6 +78,7 @@ class Orchestrator:
         self._nudge = asyncio.Event()
         self._durable: asyncio.Future[int] | None = None
         self._untidy = False
+        self._broken = False
         self._closing = asyncio.Event()
         self._nonces = NonceBook(self.config.limits.clock_window)
         tensor_limit = max(2 * self.relay.payload, 1 << 20)
@@ -121,6 +122,8 @@ class Orchestrator:
         """Tick until the run is finished and everyone had time to hear it, or `close` is called. Raises IotaError when
         the journal fails: nothing may be answered then, so the process must end."""
         while not self._closing.is_set():
+            if self._broken:
+                raise IotaError("internal", "a decision failed half-way (see the traceback above)", "Start it again.")
             self._nudge.clear()
             now = self.clock.now()
             self.machine.tick(now)
@@ -149,6 +152,8 @@ class Orchestrator:
 
     async def commit(self, marks: Mapping[str, int] | None = None) -> None:
         """Journal what the machine decided, wake whom it concerns, and return when all decided so far is durable."""
+        if self._broken:
+            raise IotaError("internal", "a decision failed half-way; nothing more is journaled", "Start it again.")
         now = self.clock.now()
         rows = []
         for event in self.machine.take_events():
@@ -180,6 +185,24 @@ class Orchestrator:
     # ---------------------------------------------------------------------------------------------------- requests
 
     async def _answer(self, incoming: Incoming) -> Outgoing:
+        """A fault of ours in the middle of a decision ends the process (`run` raises): half a decision must not be
+        journaled, and the journal brings everything back."""
+        if self._broken:
+            raise Refused("busy", "the orchestrator is about to restart after a fault of its own", "Ask again.")
+        sound = False
+        try:
+            outgoing = await self._serve(incoming)
+            sound = True
+        except (IotaError, asyncio.CancelledError):
+            sound = True
+            raise
+        finally:
+            if not sound:
+                self._broken = True
+                self._nudge.set()
+        return outgoing
+
+    async def _serve(self, incoming: Incoming) -> Outgoing:
         body = incoming.body
         if isinstance(body, tasks.Turn):
             return await self._turn(incoming, body)
