@@ -3,11 +3,11 @@
 import asyncio
 
 import pytest
-from swarm_case import run_swarm, tiny
 
 from iota.core.machine import events as ev
 from iota.core.machine.machine import Machine
 from iota.errors import IotaError
+from swarm_case import run_swarm, tiny
 
 
 def test_a_fault_in_a_decision_ends_the_process_and_nothing_of_it_is_journaled(tmp_path):
@@ -28,7 +28,7 @@ def test_a_fault_in_a_decision_ends_the_process_and_nothing_of_it_is_journaled(t
 
         machine.turn = faulty
 
-    with pytest.raises((IotaError, ZeroDivisionError), match="half-way|planted"):
+    with pytest.raises((IotaError, ZeroDivisionError), match=r"half-way|planted"):
         run_swarm(tiny(stop="epochs >= 2"), tmp_path, plant, miners=3, validators=0)
     events = seen["events"]()
     assert len(events) == seen["rows"], "rows of the half decision, or after it, are in the journal"
