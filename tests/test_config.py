@@ -136,11 +136,11 @@ def test_an_explicit_zero_is_honoured() -> None:
     text = 'name = "0"\nseed = 0\n[train]\nlr = 0\nmin_lr_share = 0\nweight_decay = 0\nbeta1 = 0\n'
     text += "[merge]\nouter_lr = 0\nouter_momentum = 0\nrecompute_share = 0\n"
     text += "[audit]\nshare = 0\nsegments = 0\nredraws = 0\n"
-    text += "[pay]\npool = 0\ngamma = 0\n[limits]\ngrace = 0\ninline_bytes = 0\n[swarm]\nminers = 0\nvalidators = 0\n"
+    text += "[pay]\npool = 0\ngamma = 0\n[limits]\ngrace = 0\n[swarm]\nminers = 0\nvalidators = 0\n"
     config = check(parse_run(text))
     assert (config.seed, config.train.lr, config.merge.outer_lr, config.merge.outer_momentum) == (0, 0.0, 0.0, 0.0)
     assert (config.audit.share, config.audit.segments, config.pay.pool, config.pay.gamma) == (0.0, 0, 0, 0)
-    assert (config.limits.inline_bytes, config.swarm.miners, config.swarm.validators) == (0, 0, 0)
+    assert (config.limits.grace, config.swarm.miners, config.swarm.validators) == (0, 0, 0)
 
 
 def test_round_trip_of_odd_texts_and_of_every_field() -> None:
@@ -167,3 +167,11 @@ def test_unreadable_files_give_one_clear_error(tmp_path: Path) -> None:
     (tmp_path / "latin.toml").write_bytes(b'name = "\xff"')
     with pytest.raises(ConfigError, match="cannot be read"):
         load_run(tmp_path / "latin.toml")
+
+
+def test_a_boundary_tensor_too_large_for_a_message_is_refused_at_creation():
+    config = parse_run('name = "x"\n[limits]\ninline_bytes = 1000\n', "here")
+    with pytest.raises(ConfigError, match=r"524,288 bytes.*limits\.inline_bytes = 1,000"):
+        check(config)
+    one = parse_run('name = "x"\n[stages]\ncount = 1\n[limits]\ninline_bytes = 1000\n', "here")
+    assert check(one).limits.inline_bytes == 1000, "a one-stage run has no boundary"

@@ -110,6 +110,14 @@ def _stages(config: RunConfig) -> Iterator[str]:
             f"stages.channels = {stages.channels} is more than model.width = {config.model.width}; "
             f"write at most {config.model.width}, a bottleneck narrows"
         )
+    channels = stages.channels if stages.codec == "bottleneck" else config.model.width
+    size = config.train.batch * config.model.sequence * channels * (2 if stages.wire_dtype == "bfloat16" else 4)
+    if stages.count > 1 and size > config.limits.inline_bytes:
+        yield (
+            f"a boundary tensor has {size:,} bytes (train.batch x model.sequence x {channels} channels of "
+            f"{stages.wire_dtype}), more than limits.inline_bytes = {config.limits.inline_bytes:,} that may ride in a "
+            f"message; write a smaller train.batch or stages.channels, or a larger limits.inline_bytes"
+        )
 
 
 def _data(config: RunConfig) -> Iterator[str]:
