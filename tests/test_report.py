@@ -289,7 +289,7 @@ async def test_a_real_folder_gives_a_generated_sample(tmp_path: Path, capsys: py
     facts = command.write_report(folder)
     text = capsys.readouterr().out
     made = facts["generated"]
-    assert made["epoch"] == 3 and made["prompt"].startswith("Document") and len(made["text"]) > 100
+    assert made["epoch"] == 3 and made["prompt"] == "The " and len(made["text"]) > 100
     assert text == (folder / "report.txt").read_text() and "GENERATED TEXT (epoch 3" in text
     assert command.write_report(folder, as_json=True)["generated"] == made
     assert msgspec.json.decode(capsys.readouterr().out)["run"] == "synthetic-01234567"
