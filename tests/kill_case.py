@@ -274,10 +274,14 @@ class Swarm:
                 self.signal(after, signal.SIGSTOP)
                 self.signal(held, signal.SIGCONT)
                 held = after
-                status = await self._soon(lambda s, f=following, h=held: s["phase"] == f and tasks_are(s, h, HELD[f]))
+                status = await self._soon(lambda s, f=following, h=held: holds(s, f, h))
                 if not status:
                     return None
                 if following == kill.phase:
+                    await asyncio.sleep(0.1)  # a miner that had its task before it was stopped would be done by now
+                    status = await self.status()
+                    if not status or not holds(status, following, held):
+                        return None
                     name = self.name_of(held[0]) if isinstance(kill.who, int) else SERVICES[kill.who]
                     return await self._kill(kill, name, status)
             return None
@@ -443,5 +447,6 @@ def in_drain(status):
     return busy[:1] if status["phase"] == "drain" else []
 
 
-def tasks_are(status, keys, kind):
-    return all(m["task"] == kind for m in miners(status) if m["key"] in keys)
+def holds(status, phase, keys):
+    """Whether these miners keep a phase open: each owes it the task that it waits for."""
+    return status["phase"] == phase and all(m["task"] == HELD[phase] for m in miners(status) if m["key"] in keys)
