@@ -111,21 +111,18 @@ class _Service:
         reply.headers["Accept-Ranges"] = "bytes"
         if partial:
             reply.headers["Content-Range"] = f"bytes {start}-{stop - 1}/{reader.size}"
-        await reply.prepare(request)
-        if request.method == "GET":
-            while start < stop:
+        try:
+            await reply.prepare(request)
+            while start < stop and request.method == "GET":
                 block = await reader.read(start, min(start + BLOCK, stop))
                 start += len(block)
-                try:
-                    async with asyncio.timeout(self._idle):
-                        await reply.write(block)
-                except (
-                    TimeoutError
-                ):  # the other side stopped reading: the length is short, so it cannot take it as whole
-                    if request.transport is not None:
-                        request.transport.abort()
-                    return reply
-        await reply.write_eof()
+                async with asyncio.timeout(self._idle):
+                    await reply.write(block)
+            await reply.write_eof()
+        except (TimeoutError, ConnectionError):
+            # The other side stopped reading, or is gone: the length is short, so it cannot take it as whole.
+            if request.transport is not None:
+                request.transport.abort()
         return reply
 
     async def _put(self, request: web.Request, link: Link) -> web.StreamResponse:
