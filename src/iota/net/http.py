@@ -9,6 +9,7 @@ Answers: 200 with a message; the refusal code's status with a message; anything 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -166,10 +167,11 @@ class HttpServer:
             return web.Response(status=status, body=b"".join(parts), content_type=MESSAGE_TYPE)
         response = web.StreamResponse(status=status, headers={"Content-Type": MESSAGE_TYPE})
         response.content_length = total
-        await response.prepare(request)
-        for part in parts:
-            await response.write(part)
-        await response.write_eof()
+        with contextlib.suppress(ConnectionError):  # the peer is gone: it asks again when it is back
+            await response.prepare(request)
+            for part in parts:
+                await response.write(part)
+            await response.write_eof()
         return response
 
     async def _page(self, request: web.BaseRequest) -> web.Response:
