@@ -348,6 +348,29 @@ def test_newcomer_waits_for_the_next_sync_unless_its_stage_is_short() -> None:
     swarm.finish()
 
 
+def test_one_that_returns_before_it_did_anything_goes_where_members_are_fewest() -> None:
+    swarm = Swarm(config(merge={"members": 2, "gather_limit": 300.0}), 3)
+    miners = swarm.miners(5)
+    assert [m.member.stage for m in miners] == [0, 1, 2, 0, 1]
+    victim = miners[1]
+    swarm.run(lambda: victim.held)
+    victim.kill()
+    swarm.run(lambda: not victim.member.alive)
+    assert swarm.phase == "gather"
+    taker = swarm.add()
+    assert taker.member.stage == 1
+    victim.start()
+    assert victim.member.stage == 2, "its old stage is full now, this one has a single member"
+    swarm.add("validator")
+    swarm.run(lambda: victim.member.total > 0)
+    victim.kill()
+    swarm.run(lambda: not victim.member.alive)
+    swarm.add()
+    victim.start()
+    assert victim.member.stage == 2, "it has worked there"
+    swarm.finish()
+
+
 def test_draining_member_hands_on_and_leaves() -> None:
     swarm = three_by_two()
     leaver = holding(swarm, tasks.Forward, 1)

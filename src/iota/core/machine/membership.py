@@ -96,17 +96,19 @@ def _admit(mc: Machine, key: Key, request: tasks.Join) -> None:
 
 
 def _assign(mc: Machine, m: Member) -> int:
-    """A returning miner keeps its stage; a new one goes where members are fewest, then where capacity is least."""
+    """A returning miner keeps the stage that it has worked in; any other goes where members are fewest, then where it
+    was, then where capacity is least. (One that comes back before it did anything may find its place taken: kept in its
+    stage, it would leave another one short for the whole run.)"""
     s = mc.state
-    if m.stage >= 0:
+    if m.stage >= 0 and m.total:
         return m.stage
     counts = [0] * s.stages
     capacity = [0.0] * s.stages
     for other in s.members:
-        if other.alive and other.stage >= 0:
+        if other.alive and other.stage >= 0 and other is not m:
             counts[other.stage] += 1
             capacity[other.stage] += 1.0 / mc.soft.speed.get(other.number, 1.0)
-    return min(range(s.stages), key=lambda stage: (counts[stage], capacity[stage], stage))
+    return min(range(s.stages), key=lambda stage: (counts[stage], stage != m.stage, capacity[stage], stage))
 
 
 def _starts(mc: Machine, m: Member, stage: int) -> int:
