@@ -384,8 +384,13 @@ class Swarm:
         )
 
     async def finish(self, tokens):
-        """No more kills: two whole epochs, at least `tokens` in all, then the end."""
-        epoch = await self.until("an epoch to train", lambda s: s["epoch"] if s["phase"] == "train" else 0)
+        """No more kills: two whole epochs with everybody, at least `tokens` in all, then the end."""
+
+        def all_train(status):
+            there = [m["alive"] and m["passes_epoch"] > 0 for m in miners(status)]
+            return status["epoch"] if status["phase"] == "train" and there == [True] * MINERS else 0
+
+        epoch = await self.until("an epoch in which all miners train", all_train)
         rule = f"epochs >= {epoch + 2} and tokens >= {tokens}"
         order = Operate(command="extend", target=rule)
         operator = Identity.load(self.folder / "operator.key")

@@ -69,10 +69,10 @@ class Flaky:
 class Swarm:
     """An orchestrator and `count` miners on simulated hosts."""
 
-    def __init__(self, loop, folder, config, seconds=0.05, flaky=False):
+    def __init__(self, loop, folder, config, seconds=0.05, flaky=False, making=0.05):
         self.loop, self.folder, self.config = loop, folder, config
         self.network, self.blobs, self.lines = MemoryNetwork(), MemoryBlobs(), {}
-        self.seconds, self.flaky = seconds, flaky
+        self.seconds, self.flaky, self.making = seconds, flaky, making
         self.hub = Host(loop, "hub")
         self.miners, self.hosts, self.verdicts = [], [], {}
 
@@ -93,7 +93,12 @@ class Swarm:
         return Flaky(channel) if self.flaky else channel
 
     def miner(self, number, worker=None):
-        host = Host(self.loop, f"miner-{number}", cost=lambda work, args: self.seconds)
+        maker = worker or StageWorker
+
+        def cost(work, args):
+            return self.making if work is maker else self.seconds
+
+        host = Host(self.loop, f"miner-{number}", cost=cost)
         lines = self.lines[number] = []
         kwargs = {} if worker is None else {"worker_class": worker}
         miner = Miner(
@@ -180,6 +185,14 @@ def test_two_epochs_of_two_stages_with_two_miners_each(tmp_path, merge):
     assert len(events_of(swarm, ev.AuditDrawn)) == len(events_of(swarm, ev.EvidenceShown)) > 4
     assert honest(swarm)
     assert not list((tmp_path / "miner-0" / "retained").rglob("*.bin"))
+
+
+def test_a_stage_that_takes_long_to_make_does_not_cost_the_session(tmp_path):
+    making = TINY.limits.silence + 5.0
+    swarm, ends = run_swarm(tmp_path, two_by_two(gather_limit=60.0), making=making)
+    assert all(end.startswith("finished") for end in ends), ends
+    assert [e.session for e in events_of(swarm, ev.SessionOpened)] == [1, 1, 1, 1]
+    assert not [e for e in events_of(swarm, ev.Gone) if e.how == "dead"]
 
 
 class Watched(StageWorker):
