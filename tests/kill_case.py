@@ -26,6 +26,7 @@ from iota.nodes.real import RealClock, entropy
 from iota.store.files import TEMP_SUFFIX
 from iota.wire.keys import Identity
 from ports import free_ports
+from processes import processes, send
 
 TINY = str(Path(__file__).resolve().parents[1] / "recipes" / "tiny.toml")
 MINERS = 6
@@ -42,7 +43,7 @@ SETS = (
     f"merge.min_batches={MINIMUM}",
     "limits.poll=3.0",
     "limits.silence=6.0",
-    "audit.final_wait=20",
+    "audit.final_wait=60",
 )
 LOOK = 0.02
 PATIENCE = 150.0
@@ -378,10 +379,36 @@ class Swarm:
             return
         key = self.key_of(struck.name)
         before = next(m["session"] for m in everyone(struck.status) if m["key"] == key)
-        await self.until(
-            f"{struck.name} to come back",
-            lambda s: any(m["key"] == key and m["alive"] and m["session"] > before for m in everyone(s)),
+
+        def back(status):
+            return any(m["key"] == key and m["alive"] and m["session"] > before for m in everyone(status))
+
+        waits = isinstance(struck.kill.who, int)
+        seen = await self.until(
+            f"{struck.name} to come back", lambda s: back(s) or (waits and s["phase"] == "train" and "train")
         )
+        if seen == "train":
+            await self._paused_until(back)
+
+    async def _paused_until(self, back):
+        """Nobody trains while one is missing: the other of its stage would make twice the steps a token, and the loss
+        would say more of that than of what was lost. (What a phase does about a death is over by then.)"""
+        await self.order("pause", lambda s: s["phase"] == "paused")
+        await self.until("the victim to come back", back)
+        await self.order("resume", lambda s: s["phase"] != "paused")
+
+    async def order(self, command, done):
+        """An operator's order, again until the status shows it."""
+        operator = Identity.load(self.folder / "operator.key")
+        end = time.monotonic() + PATIENCE
+        while True:
+            assert time.monotonic() < end, f"{command} had no effect\n{self.told()}"
+            await self.ask(Operate(command=command, target=""), identity=operator)
+            await self.close()
+            status = await self.status()
+            if status and done(status):
+                return
+            await asyncio.sleep(LOOK)
 
     async def finish(self, tokens):
         """No more kills: two whole epochs with everybody, at least `tokens` in all, then the end."""
@@ -413,29 +440,6 @@ async def run_with_kills(swarm, kills, rng, tokens):
         await swarm.finish(tokens)
     finally:
         await swarm.close()
-
-
-def processes():
-    """(pid, command line words) of everything that runs."""
-    for place in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-            words = (place / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-            state = (place / "stat").read_text().rpartition(")")[2].split()
-            if state[0] != "Z":
-                yield int(place.name), words
-
-
-def session_of(pid):
-    with contextlib.suppress(ProcessLookupError):
-        return os.getsid(pid)
-    return -1
-
-
-def send(pid, number):
-    """A signal to a process, if it is still there."""
-    if pid is not None:
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, number)
 
 
 def miners(status):

@@ -10,7 +10,7 @@ import torch
 from iota.config.load import load_run
 from iota.core import tasks
 from iota.core.values import CheckpointSheet, Tensor
-from iota.model.codecs import pack
+from iota.model.wires import pack_floats
 from iota.nodes.miner.load import fetch_state
 from iota.nodes.miner.stage import Given, StageWorker
 from iota.nodes.orchestrator.create import create_run
@@ -82,7 +82,8 @@ class Case:
 
     def boundary(self, scale=1.0):
         shape = (self.manifest.config.train.batch, self.manifest.config.model.sequence, 8)
-        return pack(torch.tensor(self.rng.standard_normal(shape) * scale), self.manifest.config.stages.wire_dtype)
+        values = torch.tensor(self.rng.standard_normal(shape) * scale)
+        return pack_floats(values, self.manifest.config.stages.wire_dtype)
 
     def signed(self, sample, tensor, by=OTHER, of=None):
         """The control part of the pass that produced `tensor`."""

@@ -31,13 +31,23 @@ FROZEN = {
     "ban": ["URL", "KEY", "--key", "--json"],
     "allow": ["URL", "KEY", "--key", "--json"],
     "report": ["RUN", "--json"],
-    "export": ["RUN", "OUT", "--json"],
+    "export": ["RUN", "OUT", "--format", "--json"],
+    "import": ["FOLDER", "RUN.toml", "--set", "--json"],
     "generate": ["CHECKPOINT", "PROMPT", "--tokens", "--temperature", "--top-k", "--seed", "--json"],
     "key new": ["FILE", "--json"],
     "key show": ["FILE", "--json"],
     "bench control": ["--keys", "--seconds", "--json"],
     "bench swarm": ["--recipe", "--dtype", "--seconds", "--json"],
+    "plan": [*RUN_FILE, "--fleet", "--json"],
+    "bench device": [
+        *["--out", "--name", "--seconds", "--recipe", "--device", "--folder", "--threads", "--json"],
+        *["--up", "--down", "--round-trip", "--url", "--serve"],
+    ],
     "bench curve": ["RUN.toml", "--set", "--tokens", "--miners", "--json"],
+    "lab fig5": [
+        *"--cells --seeds --jobs --minutes --text --device --dtype --results --work".split(),
+        *"--quick --list --report --overhead --json".split(),
+    ],
 }
 
 

@@ -1,7 +1,6 @@
 """A run's merged weights leave its folder whole: the exported model gives the trained stages' very logits."""
 
 import argparse
-from itertools import pairwise
 from pathlib import Path
 
 import msgspec
@@ -10,63 +9,18 @@ import pytest
 import torch
 from safetensors.numpy import load_file, save_file
 
+from export_case import make_run, merge
 from iota.cli import export as export_command
 from iota.cli import generate as generate_command
-from iota.config.load import load_run
 from iota.config.schema import Manifest
-from iota.core.values import Checkpoint, Piece, sha256
 from iota.errors import IotaError
 from iota.model.layout import Layout
 from iota.model.trainer import StageTrainer
 from iota.nodes import checkpoint as run_folder
 from iota.nodes.export import export, open_model, prompt_ids
-from iota.nodes.orchestrator.create import create_run
-from iota.store.blobs import FolderBlobs
 from iota.store.tokens import ByteTokenizer
-from iota.wire.keys import Identity
 
-TINY = load_run(Path(__file__).parent.parent / "recipes" / "tiny.toml")
-ME = Identity.new(b"e" * 32)
-CASES = [("identity", "float32"), ("bottleneck", "bfloat16")]
-
-
-async def make_run(folder: Path, codec: str = "bottleneck", wire: str = "bfloat16") -> Manifest:
-    """A created run of a text that lies beside it."""
-    (folder.parent / "text").mkdir(exist_ok=True)
-    for i in range(40):
-        rows = [f"Document {i}, line {j}: the {i * j} quick foxes." for j in range(30)]
-        (folder.parent / "text" / f"{i}.txt").write_text("\n".join(rows))
-    stages = msgspec.structs.replace(TINY.stages, codec=codec, channels=4, wire_dtype=wire)
-    data = msgspec.structs.replace(
-        TINY.data, source=str(folder.parent / "text"), tokenizer="bytes", heldout_share=0.2, heldout_tokens=512
-    )
-    model = msgspec.structs.replace(TINY.model, vocabulary=256, sequence=32)
-    config = msgspec.structs.replace(TINY, stages=stages, data=data, model=model)
-    return await create_run(config, FolderBlobs(folder / "blobs", durable=False), ME.key, 1.5, ME.sign)
-
-
-async def merge(folder: Path, manifest: Manifest, epoch: int = 3) -> list[np.ndarray]:
-    """Pretend a merge: new weights of every stage in shards that hold weights and moments one after another."""
-    blobs = FolderBlobs(folder / "blobs", durable=False)
-    states, checkpoints = [], []
-    for stage, size in enumerate(manifest.parameters):
-        draws = np.random.default_rng(stage)
-        parts = {
-            name: draws.standard_normal(size, dtype=np.float32) * np.float32(0.05) for name in ("m", "v", "weights")
-        }
-        edges, pieces = [0, size // 3, size // 2, size], []
-        for shard, (low, high) in enumerate(pairwise(edges)):
-            name = f"merge/{epoch}/{stage}/{shard}/abc.bin"
-            buffers = {part: values[low:high].tobytes() for part, values in parts.items()}
-            await blobs.put(name, list(buffers.values()))
-            for i, (part, data) in enumerate(buffers.items()):
-                pieces.append(Piece(part, low, high, name, i * 4 * (high - low), sha256(data)))
-        pieces.sort(key=lambda piece: (piece.part, piece.start))
-        checkpoints.append(Checkpoint(manifest.run, epoch, stage, size, 7, tuple(pieces)))
-        states.append(parts["weights"])
-    run_folder.write_checkpoints(folder, checkpoints[::-1])
-    assert run_folder.read_checkpoints(folder, manifest.run) == checkpoints
-    return states
+CASES = [("identity", "float32"), ("bottleneck", "bfloat16"), ("resbm4", "bfloat16"), ("subspace", "bfloat16")]
 
 
 def trained_logits(manifest: Manifest, states: list[np.ndarray], ids: np.ndarray) -> np.ndarray:
@@ -76,7 +30,7 @@ def trained_logits(manifest: Manifest, states: list[np.ndarray], ids: np.ndarray
     for stage, cut in enumerate(manifest.cuts):
         trainer = StageTrainer(manifest.config, stage, cut, "cpu", "float32")
         trainer.load(states[stage], None, None, 0, 0, 0)
-        x = trainer.evaluate(x, ids if stage == 0 else None)
+        x = trainer.evaluate(x, ids if trainer.reads_ids else None)
     assert x is not None
     return np.frombuffer(x.data, dtype="<f4").reshape(x.shape)
 

@@ -1,4 +1,4 @@
-"""Sampling: seeded, bounded by top-k, greedy at temperature 0, over the model's own window."""
+"""Sampling: seeded, bounded by top-k, greedy at temperature 0, over the model's own window; and the key-value cache."""
 
 import msgspec
 import numpy as np
@@ -6,8 +6,11 @@ import pytest
 
 from iota.config.schema import ModelConfig, RunConfig, StagesConfig
 from iota.errors import IotaError
+from iota.model.boundary import CODECS
+from iota.model.cache import KeyValueCache
 from iota.model.generate import Chain, Sampling, draw
 from iota.model.layout import initial_state
+from iota.model.llama import LlamaStage
 from iota.model.partition import cut_blocks
 
 CONFIG = RunConfig(
@@ -76,3 +79,66 @@ def test_one_stage_with_tied_embeddings_works() -> None:
     model = msgspec.structs.replace(CONFIG.model, tie_embeddings=True)
     config = msgspec.structs.replace(CONFIG, model=model, stages=StagesConfig(count=1))
     assert len(chain(config).generate([5], Sampling(4))) == 4
+
+
+# ------------------------------------------------------------------------------------------------- key-value cache
+
+SPLITS = ((1,) * 8, (5, 1, 1, 1), (3, 4, 1), (8,))
+
+
+def with_stages(**stages: object) -> RunConfig:
+    return msgspec.structs.replace(CONFIG, stages=msgspec.structs.replace(CONFIG.stages, **stages))
+
+
+def in_parts(model: Chain, ids: np.ndarray, parts: tuple[int, ...]) -> np.ndarray:
+    cache, rows, place = KeyValueCache(model.config.model), [], 0
+    for part in parts:
+        rows.append(model.cached_logits(ids[:, place : place + part], cache))
+        place += part
+        assert cache.length == place
+    return np.concatenate(rows, axis=1)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_logits_with_a_cache_are_those_without(codec: str) -> None:
+    """Wire formats work token by token, but a value on the edge between two of their steps may fall on either side when
+    it differs in its last bit: where the format is coarse, nearly all values must agree."""
+    model = chain(with_stages(codec=codec, wire_dtype="float32"), 3.0)
+    ids = np.random.default_rng(3).integers(0, 40, (3, 8))
+    want = model.logits(ids)
+    assert want.std() > 0.3
+    for parts in SPLITS:
+        off = np.abs(in_parts(model, ids, parts) - want)
+        if CODECS[codec].forward:
+            assert np.quantile(off, 0.9) < 1e-5 and off.max() < 0.1, parts
+        else:
+            assert off.max() < 1e-5, parts
+
+
+def test_a_token_costs_one_position_until_the_window_slides(monkeypatch: pytest.MonkeyPatch) -> None:
+    lengths: list[int] = []
+    real = LlamaStage.forward
+
+    def spy(stage: LlamaStage, x, *rest, **more):  # type: ignore[no-untyped-def]
+        lengths.append(x.shape[1])
+        return real(stage, x, *rest, **more)
+
+    model = chain()
+    monkeypatch.setattr(LlamaStage, "forward", spy)
+    model.generate([1, 2, 3], Sampling(8))
+    assert lengths[::2] == lengths[1::2] == [3, 1, 1, 1, 1, 1, 8, 8]
+
+
+def test_generated_text_is_that_of_whole_forward_passes() -> None:
+    model = chain(with_stages(wire_dtype="float32"))
+    ids = [5, 6]
+    for _ in range(12):
+        ids.append(int(model.logits(np.array([ids[-8:]]))[0, -1].argmax()))
+    assert model.generate([5, 6], Sampling(12, temperature=0.0)) == ids[2:]
+
+
+def test_a_cache_is_not_filled_beyond_the_sequence() -> None:
+    model, cache = chain(), KeyValueCache(CONFIG.model)
+    model.cached_logits(np.zeros((1, 8), int), cache)
+    with pytest.raises(AssertionError):
+        model.cached_logits(np.zeros((1, 1), int), cache)

@@ -15,7 +15,8 @@ from iota.core.machine.fold import fold
 from iota.core.machine.state import RunState
 from iota.store.files import TEMP_SUFFIX
 from iota.store.sqlite import SqliteJournal
-from kill_case import Kill, Swarm, processes, run_with_kills, session_of
+from kill_case import Kill, Swarm, run_with_kills
+from processes import processes, session_of
 
 pytestmark = pytest.mark.slow
 

@@ -21,6 +21,11 @@ CASES = [
     dict(count=3),
     dict(count=3, codec="bottleneck"),
     dict(count=6, codec="bottleneck", kv_heads=1),
+    dict(count=3, codec="topk"),
+    dict(count=3, codec="resbm"),
+    dict(count=3, codec="resbm4+ids"),
+    dict(count=3, codec="subspace"),
+    dict(count=1, codec="subspace"),
 ]
 
 
@@ -139,7 +144,7 @@ def test_a_big_head_takes_blocks_off_the_last_stage():
         ("model", {"kv_heads": 3}, "model.kv_heads"),
         ("model", {"tie_embeddings": True}, "stages.count = 1"),
         ("stages", {"count": 7}, "stages.count"),
-        ("stages", {"codec": "zip"}, "identity, bottleneck"),
+        ("stages", {"codec": "zip"}, "identity.*bottleneck.*subspace"),
         ("stages", {"wire_dtype": "float16"}, "bfloat16"),
         ("stages", {"codec": "bottleneck", "channels": 64}, "stages.channels"),
     ],

@@ -10,12 +10,12 @@ import torch
 from iota.config.schema import ModelConfig, RunConfig, StagesConfig, TrainConfig
 from iota.core.values import Tensor
 from iota.errors import IotaError
-from iota.model.codecs import pack
 from iota.model.layout import Layout, initial_state
 from iota.model.llama import LlamaStage
 from iota.model.optim import learning_rate
 from iota.model.partition import cut_blocks
 from iota.model.trainer import StageTrainer
+from iota.model.wires import pack_floats
 
 torch.set_num_threads(1)
 RNG = np.random.default_rng(2)
@@ -42,7 +42,7 @@ def token_pair():
 
 
 def boundary(channels=32, wire="float32", scale=1.0):
-    return pack(torch.tensor(RNG.standard_normal((2, 8, channels)) * scale), wire)
+    return pack_floats(torch.tensor(RNG.standard_normal((2, 8, channels)) * scale), wire)
 
 
 def one_pass(trainer, sample=0, accept=True):
@@ -263,7 +263,7 @@ def test_evaluate_leaves_no_trace_and_takes_other_batches():
     trainer = trainer_of(run_config(), 1)
     before = snapshot(trainer)
     values = torch.randn(5, 3, 32)
-    assert trainer.evaluate(pack(values, "float32")).shape == (5, 3, 32)
+    assert trainer.evaluate(pack_floats(values, "float32")).shape == (5, 3, 32)
     assert snapshot(trainer) == before and trainer.held() == ()
 
 

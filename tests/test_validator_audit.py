@@ -12,7 +12,6 @@ from iota.core.values import Cut, Entry, Tensor, sha256
 from iota.errors import IotaError, Unreachable
 from iota.nodes.evidence import ACTIVATION, Transcript, decode_transcript, encode_transcript, snapshot_parts
 from iota.nodes.validator.audit import Auditor
-from iota.nodes.validator.compare import values_of
 from iota.nodes.validator.engine import Engine
 from iota.nodes.validator.inline import InlineReplayer
 from validator_case import (
@@ -185,7 +184,8 @@ class Scaled(Miner):
     def sent(self, op, sample, out):
         if out is None:
             return None
-        bits = ((values_of(out) * np.float32(1.2)).view("<u4") >> 16).astype("<u2")
+        values = (np.frombuffer(out.data, dtype="<u2").astype("<u4") << 16).view("<f4")
+        bits = ((values * np.float32(1.2)).view("<u4") >> 16).astype("<u2")
         return Tensor(out.dtype, out.shape, bits.tobytes())
 
 

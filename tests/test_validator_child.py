@@ -107,7 +107,7 @@ def test_commands_survive_the_pipe():
     case = Case()
     setup = Setup(config=case.config, cuts=case.cuts, device="cpu", dtype="float32", memory=5)
     command, buffers = build_replay(
-        [], {}, stage=0, stages=3, load=Miner(case, 0).load, t=4, start_step=2, stop_digest="a" * 64
+        [], {}, stage=0, load=Miner(case, 0).load, t=4, start_step=2, stop_digest="a" * 64
     )
     assert buffers == [] and command.t == 4 and command.tokens == 2 * 64
     for frame in (Frame(setup, ()), Frame(command, (1, 2))):

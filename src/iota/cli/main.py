@@ -16,7 +16,7 @@ from iota import __version__
 from iota.cli.process import limit_threads, watch_parent
 from iota.errors import IotaError
 
-GROUPS = ("up", "nodes", "ask", "operate", "report", "export", "generate", "key", "bench")
+GROUPS = ("up", "nodes", "ask", "operate", "report", "export", "import_", "generate", "key", "plan", "bench", "lab")
 """Modules of this package; each `add`s its commands. None imports anything heavy before a command runs."""
 
 EPILOG = """\

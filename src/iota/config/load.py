@@ -1,8 +1,9 @@
 """Run files: TOML text to a typed `RunConfig` and back, and every check that must hold before anything is built.
 
-`load_run` knows names and types only; `check` knows what the values mean together and fills in what a documented 0
-leaves to be derived. An explicit value is honoured or refused by name, never replaced by a default. All problems of a
-run file are reported at once, one line each, with the key, the value and what to write instead (design section 7).
+`load_run` knows names and types only, and writes a preset's values (`iota.config.presets`) out under the file's own;
+`check` knows what the values mean together and fills in what a documented 0 leaves to be derived. An explicit value is
+honoured or refused by name, never replaced by a default. All problems of a run file are reported at once, one line
+each, with the key, the value and what to write instead (design section 7).
 """
 
 from __future__ import annotations
@@ -19,11 +20,14 @@ from typing import Any, get_args, get_origin, get_type_hints
 import msgspec
 
 from iota.config import rules
+from iota.config.presets import presets
 from iota.config.schema import RunConfig, Section
 from iota.errors import ConfigError
 
 BIG = 2**63 - 1
 """Largest integer a run file may hold: the manifest travels as msgpack."""
+PRESET = "preset"
+"""A key of run files that is no field of `RunConfig`: its values are written out when the file is read."""
 
 
 # ------------------------------------------------------------------------------------------------ TOML to values
@@ -54,10 +58,24 @@ def parse_run(text: str, place: str = "run file") -> RunConfig:
         data = tomllib.loads(text)
     except tomllib.TOMLDecodeError as error:
         raise ConfigError(f"{place} is not valid TOML: {error}", "Correct the line named") from None
-    problems = list(_misfits(data, RunConfig, ""))
+    return _typed(data, place)
+
+
+def _typed(data: dict[str, Any], place: str) -> RunConfig:
+    """Names and types checked, the preset written out."""
+    problems = list(misfits(data, RunConfig, ""))
     if problems:
         raise _refusal(place, problems)
-    return msgspec.convert(data, RunConfig, strict=True)
+    return msgspec.convert(_with_preset(data), RunConfig, strict=True)
+
+
+def _with_preset(data: dict[str, Any]) -> dict[str, Any]:
+    """The same without the key `preset`, with its values under those of [model] and [stages]."""
+    rest = {key: value for key, value in data.items() if key != PRESET}
+    if PRESET not in data:
+        return rest
+    under = dict(zip(("model", "stages"), presets()[data[PRESET]], strict=True))
+    return rest | {name: msgspec.structs.asdict(part) | data.get(name, {}) for name, part in under.items()}
 
 
 def _refusal(place: str, problems: list[str]) -> ConfigError:
@@ -67,9 +85,14 @@ def _refusal(place: str, problems: list[str]) -> ConfigError:
     return ConfigError(f"{place}: {len(problems)} problems\n  " + "\n  ".join(problems))
 
 
-def _misfits(data: dict[str, Any], kind: type[Section], section: str) -> Iterator[str]:
+def misfits(data: dict[str, Any], kind: type[Section], section: str) -> Iterator[str]:
     """Unknown keys, missing required keys and wrong types of one section, then of the sections in it."""
     hints = get_type_hints(kind)
+    if kind is RunConfig:
+        hints[PRESET] = str
+        name = data.get(PRESET)
+        if isinstance(name, str) and name not in presets():
+            yield f"{PRESET} = {_show(name)} does not exist; write one of: {', '.join(presets())}"
     where = f"section [{section}]" if section else "the top level"
     for key, value in data.items():
         path = f"{section}.{key}" if section else key
@@ -79,14 +102,14 @@ def _misfits(data: dict[str, Any], kind: type[Section], section: str) -> Iterato
             yield f"unknown key {key!r} in {where}.{guess} Valid keys there: {', '.join(hints)}"
         elif isinstance(hints[key], type) and issubclass(hints[key], Section):
             if isinstance(value, dict):
-                yield from _misfits(value, hints[key], path)
+                yield from misfits(value, hints[key], path)
             else:
                 yield f"{path} = {_show(value)} is {_kind(value)}; it is a section: write [{path}] and its keys below"
         elif not _fits(value, hints[key]):
             yield f"{path} = {_show(value)} is {_kind(value)}; write {_wanted(hints[key])}"
     for field in msgspec.structs.fields(kind):
         if field.required and field.name not in data:
-            yield f'{field.name} is missing in {where}; write e.g. {field.name} = "demo"'
+            yield f"{field.name} is missing in {where}; write {_wanted(hints[field.name])}"
 
 
 def _elsewhere(key: str) -> str:
@@ -152,7 +175,8 @@ def _show(value: object) -> str:
 
 def with_values(config: RunConfig, settings: Sequence[str]) -> RunConfig:
     """The configuration with `section.key=value` settings applied in order. A value is TOML; what is none is a text, so
-    `stop=epochs >= 2` needs no quotes of its own. Raises ConfigError as `parse_run` does."""
+    `stop=epochs >= 2` needs no quotes of its own. `preset=NAME` puts its values in place of [model] and [stages].
+    Raises ConfigError as `parse_run` does."""
     data: dict[str, Any] = msgspec.to_builtins(config)
     for setting in settings:
         path, sign, text = setting.partition("=")
@@ -165,11 +189,9 @@ def with_values(config: RunConfig, settings: Sequence[str]) -> RunConfig:
             if not isinstance(inner, dict):
                 raise ConfigError(f"{setting!r}: {section} is no section", "Write SECTION.KEY=VALUE")
         inner[key] = _value(text.strip())
-    data = _lists(data)
-    problems = list(_misfits(data, RunConfig, ""))
-    if problems:
-        raise _refusal("--set", problems)
-    return msgspec.convert(data, RunConfig, strict=True)
+        if inner is data and key == PRESET and data[PRESET] in presets():
+            data = _with_preset({name: value for name, value in data.items() if name not in ("model", "stages")})
+    return _typed(_lists(data), "--set")
 
 
 def _value(text: str) -> Any:

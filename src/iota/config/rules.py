@@ -13,9 +13,18 @@ from urllib.parse import urlsplit
 import msgspec
 
 from iota.config.schema import LimitsConfig, RunConfig
+from iota.core.payload import (
+    BACKWARD,
+    CODECS,
+    FLOATS,
+    FORWARD,
+    TOPK_WIDTH,
+    boundary_tensor,
+    channels_fit,
+    indices_fit,
+)
 from iota.errors import ConfigError
 
-CODECS = ("identity", "bottleneck")
 DTYPES = ("float32", "bfloat16")
 NAME = re.compile(r"[a-z0-9-]{1,40}")
 KEY = re.compile(r"[0-9a-f]{64}")
@@ -96,28 +105,47 @@ def _model(config: RunConfig) -> Iterator[str]:
 
 
 def _stages(config: RunConfig) -> Iterator[str]:
-    stages = config.stages
+    stages, model = config.stages, config.model
     yield from _bounds(config, "stages", 1, None, "[]", "count channels")
-    yield from _one_of(config, "stages", "codec", CODECS)
-    yield from _one_of(config, "stages", "wire_dtype", DTYPES)
-    if 1 <= config.model.blocks < stages.count:
+    yield from _one_of(config, "stages", "codec", tuple(CODECS))
+    yield from _one_of(config, "stages", "wire_dtype", FLOATS)
+    if 1 <= model.blocks < stages.count:
         yield (
-            f"stages.count = {stages.count} is more than model.blocks = {config.model.blocks}; "
-            f"write at most {config.model.blocks}, every stage holds a block"
+            f"stages.count = {stages.count} is more than model.blocks = {model.blocks}; "
+            f"write at most {model.blocks}, every stage holds a block"
         )
-    if stages.codec == "bottleneck" and stages.channels > config.model.width:
+    if stages.codec in CODECS and stages.channels >= 1 and model.width >= 1:
+        yield from _codec(config)
+
+
+def _codec(config: RunConfig) -> Iterator[str]:
+    """What a codec that exists wants of the model, and the size of its boundary tensors."""
+    stages, model = config.stages, config.model
+    if not channels_fit(config):
         yield (
-            f"stages.channels = {stages.channels} is more than model.width = {config.model.width}; "
-            f"write at most {config.model.width}, a bottleneck narrows"
+            f"stages.channels = {stages.channels} is more than model.width = {model.width}; write at most "
+            f"{model.width}: codec {stages.codec} sends {stages.channels} of a token's {model.width} values"
         )
-    channels = stages.channels if stages.codec == "bottleneck" else config.model.width
-    size = config.train.batch * config.model.sequence * channels * (2 if stages.wire_dtype == "bfloat16" else 4)
-    if stages.count > 1 and size > config.limits.inline_bytes:
+    if not indices_fit(config):
         yield (
-            f"a boundary tensor has {size:,} bytes (train.batch x model.sequence x {channels} channels of "
-            f"{stages.wire_dtype}), more than limits.inline_bytes = {config.limits.inline_bytes:,} that may ride in a "
-            f"message; write a smaller train.batch or stages.channels, or a larger limits.inline_bytes"
+            f"model.width = {model.width} is more than {TOPK_WIDTH}, the most that the indices of codec "
+            f"{stages.codec} can tell apart; write another stages.codec or at most {TOPK_WIDTH}"
         )
+    if stages.codec == "subspace" and model.tie_embeddings:
+        yield (
+            "model.tie_embeddings = true and stages.codec = 'subspace': most of the embedding is fixed and makes no "
+            "head; write model.tie_embeddings = false or another codec"
+        )
+    if stages.wire_dtype not in FLOATS:
+        return
+    for payload in dict.fromkeys((boundary_tensor(config, FORWARD), boundary_tensor(config, BACKWARD))):
+        if stages.count > 1 and payload.nbytes > config.limits.inline_bytes:
+            yield (
+                f"a boundary tensor has {payload.nbytes:,} bytes (train.batch x model.sequence x {payload.channels} "
+                f"channels of {payload.format}), more than limits.inline_bytes = {config.limits.inline_bytes:,} that "
+                "may ride in a message; write a smaller train.batch or stages.channels, or a larger limits.inline_bytes"
+            )
+            return
 
 
 def _data(config: RunConfig) -> Iterator[str]:
@@ -139,10 +167,11 @@ def _train(config: RunConfig) -> Iterator[str]:
     yield from _bounds(config, "train", 1, None, "[]", "batch accumulate")
     yield from _bounds(config, "train", 0, None, "[]", "max_in_flight lr warmup_tokens lr_tokens weight_decay")
     yield from _bounds(config, "train", 0, 1, "[]", "min_lr_share")
-    yield from _bounds(config, "train", 0, 1, "[)", "beta1 beta2")
+    yield from _bounds(config, "train", 0, 1, "[)", "beta1 beta2 muon_momentum")
     yield from _bounds(config, "train", 0, None, "(]", "eps clip")
     yield from _one_of(config, "train", "pipeline", ("asynchronous", "synchronous"))
     yield from _one_of(config, "train", "dtype", DTYPES)
+    yield from _one_of(config, "train", "optimizer", ("adamw", "muon"))
     open_end = not _stop_problem(config.stop) and stop_tokens(config.stop) is None
     if train.lr_tokens == 0 and train.warmup_tokens == 0 and open_end:
         yield (

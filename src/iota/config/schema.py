@@ -55,13 +55,15 @@ class DataConfig(Section, frozen=True):
 class TrainConfig(Section, frozen=True):
     """`batch` sequences make a sample (one microbatch); `accumulate` passes make an inner step. `pipeline`:
     asynchronous | synchronous. `max_in_flight` samples per first-stage miner (0: stages + 1). `dtype`: compute dtype,
-    float32 | bfloat16 (autocast). `lr_tokens` 0: the stop rule's tokens, else 10 x warmup."""
+    float32 | bfloat16 (autocast). `lr_tokens` 0: the stop rule's tokens, else 10 x warmup. `optimizer`: adamw | muon
+    (the blocks' matrices by Muon with momentum `muon_momentum`, the rest by AdamW; both at `lr` and `weight_decay`)."""
 
     batch: int = 4
     accumulate: int = 1
     max_in_flight: int = 0
     pipeline: str = "asynchronous"
     dtype: str = "float32"
+    optimizer: str = "adamw"
     lr: float = 1e-3
     min_lr_share: float = 0.1
     warmup_tokens: int = 50_000
@@ -70,6 +72,7 @@ class TrainConfig(Section, frozen=True):
     beta1: float = 0.9
     beta2: float = 0.95
     eps: float = 1e-8
+    muon_momentum: float = 0.95
     clip: float = 1.0
 
 
@@ -160,12 +163,14 @@ class SwarmConfig(Section, frozen=True):
 
 
 class RunConfig(Section, frozen=True):
-    """A whole run. `stop` is a rule such as "epochs >= 6 or minutes >= 30 and loss <= 2.0", checked at SYNC."""
+    """A whole run. `stop` is a rule such as "epochs >= 6 or minutes >= 30 and loss <= 2.0", checked at SYNC. `initial`:
+    a folder with the weights to begin with, a Hugging Face Llama or written by `iota export`; "": drawn from `seed`."""
 
     name: str
     seed: int = 0
     stop: str = "epochs >= 10"
     folder: str = ""
+    initial: str = ""
     model: ModelConfig = ModelConfig()
     stages: StagesConfig = StagesConfig()
     data: DataConfig = DataConfig()

@@ -35,7 +35,7 @@ from iota.config.load import check, save_run
 from iota.config.schema import RunConfig
 from iota.core.machine import events as ev
 from iota.core.queries import EventsFrom, Operate, Status
-from iota.errors import IotaError, Unreachable
+from iota.errors import ConfigError, IotaError, Unreachable
 from iota.lab.bench_workers import Done, Job, progress
 from iota.model.partition import count_parameters, cut_blocks, stage_cost
 from iota.nodes.ask import Asker
@@ -316,7 +316,12 @@ def _free_ports(count: int) -> list[int]:
 async def measure(
     config: RunConfig, *, seconds: float = 60.0, turns: int = 2, dtype: str = "", folder: Path | None = None
 ) -> dict[str, object]:
-    """The whole benchmark. Raises IotaError when a process fails; the swarm's folder is removed unless given."""
+    """The whole benchmark. Raises ConfigError for a run that the yardstick does not train alike, IotaError when a
+    process fails; the swarm's folder is removed unless given."""
+    if config.train.optimizer != "adamw":
+        raise ConfigError(
+            f"the plain yardstick steps by AdamW, not {config.train.optimizer}", "Write train.optimizer = 'adamw'"
+        )
     with tempfile.TemporaryDirectory(prefix="iota-bench-") as name:
         home = folder or Path(name)
         swarm = Swarm(bench_config(config, home, dtype), RunFolder(home))

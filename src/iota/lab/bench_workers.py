@@ -17,8 +17,6 @@ from collections.abc import Callable
 import msgspec
 import numpy as np
 
-from iota.core.values import Tensor
-
 Samples = np.ndarray
 """int64 [samples, 2, batch, sequence]: ids and labels of the run's first training samples."""
 SLACK = 4
@@ -126,19 +124,24 @@ def _plain(job: Job) -> Callable[[int], None]:
 def _bare(job: Job) -> Callable[[int], None]:
     """One stage's loop of forward, backward, step on inputs of the right shape that never change, kept in step with
     the other stages by counters in a shared file."""
+    import torch
+
     from iota.config.load import check, load_run
-    from iota.model.layout import boundary_channels, initial_state
+    from iota.model.boundary import BACKWARD, FORWARD, boundary_tensor
+    from iota.model.layout import initial_state
     from iota.model.partition import cut_blocks
     from iota.model.trainer import StageTrainer
+    from iota.model.wires import pack
 
     config = check(load_run(job.run))
     cut = cut_blocks(config)[job.stage]
     trainer = StageTrainer(config, job.stage, cut, "cpu", config.train.dtype)
     trainer.load(initial_state(config, job.stage, cut, config.seed), None, None, 0, 0, 1)
-    shape = (config.train.batch, config.model.sequence, boundary_channels(config))
-    draw = np.random.default_rng(job.worker).standard_normal(shape, dtype=np.float32)
-    x = None if trainer.first else _tensor(draw, config.stages.wire_dtype)
-    gradient = _tensor(draw * 1e-4, config.stages.wire_dtype)
+    wires = [boundary_tensor(config, way) for way in (FORWARD, BACKWARD)]
+    shape = (config.train.batch, config.model.sequence, wires[0].channels)
+    draw = torch.from_numpy(np.random.default_rng(job.worker).standard_normal(shape, dtype=np.float32))
+    x = None if trainer.first else pack(draw, wires[0])
+    gradient = pack(draw * 1e-4, wires[1])
     samples = np.load(job.samples)
     counters = np.memmap(job.counters, dtype=np.int64, mode="r+")
 
@@ -150,7 +153,7 @@ def _bare(job: Job) -> Callable[[int], None]:
         while number and ahead():
             time.sleep(LOOK)
         ids, labels = samples[(number * job.members + job.worker % job.members) % len(samples)]
-        given = ids if trainer.first else None
+        given = ids if trainer.reads_ids else None
         if trainer.last:
             trainer.forward_loss(number, x, given, labels)
         else:
@@ -163,12 +166,6 @@ def _bare(job: Job) -> Callable[[int], None]:
             counters[job.worker] += 1
 
     return work
-
-
-def _tensor(values: np.ndarray, dtype: str) -> Tensor:
-    """A boundary tensor of these values (bfloat16 by cutting the lower bits off)."""
-    raw = values.astype("<f4") if dtype == "float32" else (values.view(np.uint32) >> 16).astype("<u2")
-    return Tensor(dtype, values.shape, raw.tobytes())
 
 
 if __name__ == "__main__":

@@ -1,8 +1,9 @@
 """Text from a trained model: the stages in a row in one process, codecs included, and sampling.
 
-What crosses a boundary is rounded to the wire dtype, as in training, so the logits equal those of the stages evaluated
-one after another (`StageTrainer.evaluate`). Float32, without a key-value cache: every token costs a whole forward pass
-over at most `model.sequence` tokens.
+What crosses a boundary goes through its wire format, as in training, so the logits equal those of the stages evaluated
+one after another (`StageTrainer.evaluate`). Float32. With a key-value cache a token costs one position, until the text
+is longer than `model.sequence`: then the window slides, every token's position in it changes, and rotary positions are
+absolute, so each further token costs a whole forward pass over the window.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 
 from iota.config.schema import RunConfig
 from iota.errors import IotaError
+from iota.model.boundary import FORWARD, boundary_tensor
+from iota.model.cache import KeyValueCache, Past
 from iota.model.layout import Layout
 from iota.model.llama import LlamaStage
-
-_WIRE = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+from iota.model.wires import round_trip
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,21 @@ class Sampling:
             )
 
 
+def stages_in_a_row(
+    config: RunConfig, stages: Sequence[LlamaStage], ids: torch.Tensor, past: Past | None = None
+) -> torch.Tensor:
+    """Logits [B, T, V] of token ids int64 [B, T]; `past` as in `LlamaStage.forward`.
+
+    Raises IotaError("not_finite") when a boundary's values are."""
+    payload = boundary_tensor(config, FORWARD)
+    values = ids
+    for stage in stages[:-1]:
+        values = round_trip(stage(values, ids if stage.reads_ids else None, past), payload)
+    last = stages[-1]
+    logits: torch.Tensor = last(values, ids if last.reads_ids else None, past)
+    return logits
+
+
 class Chain:
     """All stages of a model in a row, forward only."""
 
@@ -49,7 +66,6 @@ class Chain:
         Raises ConfigError when the model cannot be built, IotaError("bad_input") when a stage's weights do not fit.
         """
         self.config = config
-        self._wire = _WIRE[config.stages.wire_dtype]
         self._stages: list[LlamaStage] = []
         for stage, (cut, flat) in enumerate(zip(cuts, weights, strict=True)):
             module = LlamaStage(config, stage, cut).requires_grad_(False)
@@ -65,11 +81,20 @@ class Chain:
 
         Raises IotaError("not_finite") when the model gives NaN or infinity."""
         assert ids.ndim == 2 and 0 < ids.shape[1] <= self.config.model.sequence, ids.shape
+        return self._logits(ids, None)
+
+    def cached_logits(self, ids: np.ndarray, cache: KeyValueCache) -> np.ndarray:
+        """Float32 logits [B, T, V] of ids [B, T] that follow those in `cache`, which takes them in. Equal to the last T
+        of `logits` of all ids but for float32 rounding (which a coarse wire format can make larger).
+
+        Raises IotaError("not_finite"): throw the cache away then."""
+        cache.begin(ids.shape[1])
+        return self._logits(ids, cache)
+
+    def _logits(self, ids: np.ndarray, past: Past | None) -> np.ndarray:
         with torch.no_grad():
-            values = torch.tensor(ids, dtype=torch.int64)
-            for stage in self._stages[:-1]:
-                values = stage(values).to(self._wire).float()
-            out: np.ndarray = self._stages[-1](values).float().numpy()
+            tokens = torch.tensor(ids, dtype=torch.int64)
+            out: np.ndarray = stages_in_a_row(self.config, self._stages, tokens, past).float().numpy()
         if not np.isfinite(out).all():
             raise IotaError("not_finite", "the model's logits are not finite", "Use an earlier checkpoint")
         return out
@@ -88,9 +113,13 @@ class Chain:
             )
         draws = np.random.Generator(np.random.Philox(key=sampling.seed))
         ids = list(prompt)
+        window, cache = self.config.model.sequence, KeyValueCache(self.config.model)
         for _ in range(sampling.tokens):
-            context = np.asarray([ids[-self.config.model.sequence :]], dtype=np.int64)
-            ids.append(draw(self.logits(context)[0, -1, : known or vocabulary], sampling, draws))
+            if len(ids) > window:
+                logits = self.logits(np.asarray([ids[-window:]], dtype=np.int64))
+            else:
+                logits = self.cached_logits(np.asarray([ids[cache.length :]], dtype=np.int64), cache)
+            ids.append(draw(logits[0, -1, : known or vocabulary], sampling, draws))
         return ids[len(prompt) :]
 
 

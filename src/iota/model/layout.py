@@ -19,10 +19,22 @@ import numpy as np
 
 from iota.config.schema import ModelConfig, RunConfig
 from iota.errors import ConfigError
+from iota.model.boundary import (
+    CODECS,
+    DECODER,
+    ENCODER,
+    FLOATS,
+    IDS_RANK,
+    TOPK_WIDTH,
+    channels_fit,
+    codec_shapes,
+    indices_fit,
+    stream_width,
+)
 
 INIT_STD = 0.02
-CODECS = ("identity", "bottleneck")
-WIRE_DTYPES = ("float32", "bfloat16")
+FIXED_NAME = "fixed_embedding"
+"""The drawn, never trained token embedding of codec `subspace`."""
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -41,46 +53,43 @@ def check_model(config: RunConfig) -> None:
         (model.sequence < 1, "model.sequence must be at least 1"),
         (not 1 <= stages.count <= model.blocks, "stages.count must lie between 1 and model.blocks"),
         (model.tie_embeddings and stages.count > 1, "model.tie_embeddings needs stages.count = 1"),
-        (stages.codec not in CODECS, f"stages.codec must be one of {', '.join(CODECS)}"),
-        (stages.wire_dtype not in WIRE_DTYPES, f"stages.wire_dtype must be one of {', '.join(WIRE_DTYPES)}"),
         (
-            stages.codec == "bottleneck" and not 1 <= stages.channels <= model.width,
-            "stages.channels must lie between 1 and model.width",
+            model.tie_embeddings and stream_width(config) < model.width,
+            "codec subspace needs model.tie_embeddings = false",
         ),
+        (stages.codec not in CODECS, f"stages.codec must be one of {', '.join(CODECS)}"),
+        (stages.wire_dtype not in FLOATS, f"stages.wire_dtype must be one of {', '.join(FLOATS)}"),
+        (not channels_fit(config), "stages.channels must lie between 1 and model.width"),
+        (not indices_fit(config), f"codec topk needs model.width of at most {TOPK_WIDTH}"),
     )
     for wrong, remedy in problems:
         if wrong:
             raise ConfigError("this model cannot be built", remedy)
 
 
-def boundary_channels(config: RunConfig) -> int:
-    """Channels of a boundary tensor [batch, sequence, channels], in both directions."""
-    return config.stages.channels if config.stages.codec == "bottleneck" else config.model.width
-
-
 def tensor_shapes(config: RunConfig, stage: int, cut: tuple[int, int]) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor of `stage`, which holds blocks [cut[0], cut[1]); the order is the module's own."""
     model, last = config.model, config.stages.count - 1
     width, ffn, kv = model.width, ffn_width(model), model.kv_heads * (model.width // model.heads)
+    stream = stream_width(config)
     shapes: dict[str, tuple[int, ...]] = {}
     if stage == 0:
-        shapes["embedding.weight"] = (model.vocabulary, width)
-    if config.stages.codec == "bottleneck":
-        if stage > 0:
-            shapes[f"boundaries.{stage - 1}.up.weight"] = (width, config.stages.channels)
-        if stage < last:
-            shapes[f"boundaries.{stage}.down.weight"] = (config.stages.channels, width)
+        shapes["embedding.weight"] = (model.vocabulary, stream)
+    if stage > 0:
+        shapes |= codec_shapes(config, stage - 1, DECODER)
+    if stage < last:
+        shapes |= codec_shapes(config, stage, ENCODER)
     for number in range(*cut):
         block = f"blocks.{number}"
         shapes[f"{block}.attention_norm.weight"] = (width,)
         shapes[f"{block}.attention.q.weight"] = (width, width)
         shapes[f"{block}.attention.k.weight"] = (kv, width)
         shapes[f"{block}.attention.v.weight"] = (kv, width)
-        shapes[f"{block}.attention.o.weight"] = (width, width)
+        shapes[f"{block}.attention.o.weight"] = (stream, width)
         shapes[f"{block}.ffn_norm.weight"] = (width,)
         shapes[f"{block}.ffn.gate.weight"] = (ffn, width)
         shapes[f"{block}.ffn.up.weight"] = (ffn, width)
-        shapes[f"{block}.ffn.down.weight"] = (width, ffn)
+        shapes[f"{block}.ffn.down.weight"] = (stream, ffn)
     if stage == last:
         shapes["norm.weight"] = (width,)
         if not model.tie_embeddings:
@@ -143,7 +152,20 @@ def init_std(config: RunConfig, name: str) -> float:
         return min(INIT_STD, 2.0 / model.width)
     if name.endswith((".attention.o.weight", ".ffn.down.weight")):
         return INIT_STD / math.sqrt(2 * model.blocks)
+    if name.startswith("boundaries."):
+        return _codec_std(config, name)
     return INIT_STD
+
+
+def _codec_std(config: RunConfig, name: str) -> float:
+    """Of a codec's tensor: its output projections begin small, its inner ones keep the size of what they read, an id
+    embedding begins as large as the embedding."""
+    part = name.split(".", 2)[2]
+    if part in ("encoder_out.weight", "decoder_out.weight"):
+        return INIT_STD / math.sqrt(2 * config.model.blocks)
+    if part == "decoder_in.weight":
+        return 1 / math.sqrt(config.stages.channels)
+    return 1 / math.sqrt(IDS_RANK) if part == "ids.lift.weight" else INIT_STD
 
 
 def draw_tensor(config: RunConfig, seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:

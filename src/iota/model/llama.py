@@ -15,7 +15,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from iota.config.schema import ModelConfig, RunConfig
-from iota.model.codecs import DECODER, ENCODER, Projection, build_codec
+from iota.model.boundary import DECODER, ENCODER, reads_ids, stream_width
+from iota.model.cache import Past
+from iota.model.codec_base import Projection
+from iota.model.codec_subspace import FixedEmbedding
+from iota.model.codecs import build_codec
 from iota.model.layout import check_model, ffn_width
 
 SCALING_FACTOR = 8.0
@@ -46,6 +50,12 @@ def rope_tables(model: ModelConfig) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat((angles.cos(),) * 2, -1).unsqueeze(1), torch.cat((-sin, sin), -1).unsqueeze(1)
 
 
+def write(stream: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """The residual stream [B, T, D] with `update` [B, T, K] added to its first K channels."""
+    missing = stream.shape[-1] - update.shape[-1]
+    return stream + (F.pad(update, (0, missing)) if missing else update)
+
+
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """RoPE on [B, T, heads, E]."""
     return x * cos + x.roll(x.shape[-1] // 2, -1) * sin
@@ -64,37 +74,51 @@ class RMSNorm(nn.Module):
 
 
 class Embedding(nn.Module):
-    """Token ids [B, T] -> [B, T, D]."""
+    """Token ids [B, T] -> [B, T, D]: a learned table, beside a fixed one where the learned one has fewer than D
+    channels (codec `subspace`)."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, config: RunConfig) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(model.vocabulary, model.width))
+        stream = stream_width(config)
+        self.weight = nn.Parameter(torch.empty(config.model.vocabulary, stream))
+        self.fixed = FixedEmbedding(config) if stream < config.model.width else None
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        return F.embedding(ids, self.weight)
+        learned = F.embedding(ids, self.weight)
+        if self.fixed is None:
+            return learned
+        stream: torch.Tensor = self.fixed(learned, ids)
+        return stream
 
 
 class Attention(nn.Module):
-    """Causal grouped-query attention with rotary positions: [B, T, D] -> [B, T, D]."""
+    """Causal grouped-query attention with rotary positions: [B, T, D] -> [B, T, `stream`]."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, stream: int) -> None:
         super().__init__()
         self.heads, self.kv_heads, self.head = model.heads, model.kv_heads, model.width // model.heads
         self.q = Projection(model.width, model.width)
         self.k = Projection(model.width, self.kv_heads * self.head)
         self.v = Projection(model.width, self.kv_heads * self.head)
-        self.o = Projection(model.width, model.width)
+        self.o = Projection(model.width, stream)
 
-    def forward(self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, past: Past | None = None, block: int = 0
+    ) -> torch.Tensor:
         batch, length, _ = x.shape
         q = rotate(self.q(x).view(batch, length, self.heads, self.head), cos, sin)
         k = rotate(self.k(x).view(batch, length, self.kv_heads, self.head), cos, sin)
         v = self.v(x).view(batch, length, self.kv_heads, self.head)
+        keys, values, mask = k.transpose(1, 2), v.transpose(1, 2), None
+        if past is not None:
+            keys, values = past.extend(block, keys, values)
+            mask = past.mask
         out = F.scaled_dot_product_attention(
             q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            is_causal=True,
+            keys,
+            values,
+            attn_mask=mask,
+            is_causal=mask is None and (past is None or length > 1),
             enable_gqa=self.heads != self.kv_heads,
         )
         mixed: torch.Tensor = self.o(out.transpose(1, 2).reshape(batch, length, -1))
@@ -102,13 +126,13 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)): [B, T, D] -> [B, T, F] -> [B, T, D]."""
+    """down(silu(gate(x)) * up(x)): [B, T, D] -> [B, T, F] -> [B, T, `stream`]."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, stream: int) -> None:
         super().__init__()
         self.gate = Projection(model.width, ffn_width(model))
         self.up = Projection(model.width, ffn_width(model))
-        self.down = Projection(ffn_width(model), model.width)
+        self.down = Projection(ffn_width(model), stream)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
@@ -117,23 +141,29 @@ class SwiGLU(nn.Module):
 
 class Block(nn.Module):
     """One transformer layer. `skip` [B, T, K] is added to the first K channels of the attention output: the residual
-    path that a bottleneck carries across a boundary."""
+    path that a bottleneck carries across a boundary. Attention and feed-forward write into the first `stream` channels
+    (all of them, but with codec `subspace`)."""
 
-    def __init__(self, model: ModelConfig) -> None:
+    def __init__(self, model: ModelConfig, stream: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(model.width, model.norm_eps)
-        self.attention = Attention(model)
+        self.attention = Attention(model, stream)
         self.ffn_norm = RMSNorm(model.width, model.norm_eps)
-        self.ffn = SwiGLU(model)
+        self.ffn = SwiGLU(model, stream)
 
     def forward(
-        self, x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, skip: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        skip: torch.Tensor | None = None,
+        past: Past | None = None,
+        block: int = 0,
     ) -> torch.Tensor:
-        x = x + self.attention(self.attention_norm(x), cos, sin)
+        x = write(x, self.attention(self.attention_norm(x), cos, sin, past, block))
         if skip is not None:
-            x = x + F.pad(skip, (0, x.shape[-1] - skip.shape[-1]))
-        out: torch.Tensor = x + self.ffn(self.ffn_norm(x))
-        return out
+            x = write(x, skip)
+        return write(x, self.ffn(self.ffn_norm(x)))
 
 
 class LlamaStage(nn.Module):
@@ -152,15 +182,16 @@ class LlamaStage(nn.Module):
         model, count = config.model, config.stages.count
         assert 0 <= stage < count and 0 <= cut[0] < cut[1] <= model.blocks, (stage, cut)
         self.first, self.last, self.tied = stage == 0, stage == count - 1, model.tie_embeddings
+        self.reads_ids = reads_ids(config, stage)
         self.before, self.after = str(stage - 1), str(stage)
         if self.first:
-            self.embedding = Embedding(model)
+            self.embedding = Embedding(config)
         self.boundaries = nn.ModuleDict()
         if not self.first:
-            self.boundaries[self.before] = build_codec(config, DECODER)
+            self.boundaries[self.before] = build_codec(config, stage - 1, DECODER)
         if not self.last:
-            self.boundaries[self.after] = build_codec(config, ENCODER)
-        self.blocks = nn.ModuleDict({str(number): Block(model) for number in range(*cut)})
+            self.boundaries[self.after] = build_codec(config, stage, ENCODER)
+        self.blocks = nn.ModuleDict({str(number): Block(model, stream_width(config)) for number in range(*cut)})
         if self.last:
             self.norm = RMSNorm(model.width, model.norm_eps)
             if not self.tied:
@@ -169,21 +200,25 @@ class LlamaStage(nn.Module):
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
-    def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
-        """First stage: `x` is ids [B, T] int64; others: the boundary's values [B, T, K] float. `ids` is for codecs that
-        use token ids at a later stage; today's do not. Returns [B, T, K], or logits [B, T, V] at the last stage."""
+    def forward(self, x: torch.Tensor, ids: torch.Tensor | None = None, past: Past | None = None) -> torch.Tensor:
+        """First stage: `x` is ids [B, T] int64; others: the boundary's values [B, T, K] float, and `ids` [B, T] when
+        the stage reads them (`reads_ids`). Returns [B, T, K], or logits [B, T, V] at the last stage. With `past` the T
+        positions are those that follow what it holds; codecs work position by position, so they need nothing of it."""
         skip: torch.Tensor | None = None
         if self.first:
+            ids = x
             hidden = self.embedding(x)
         else:
+            assert ids is not None or not self.reads_ids, "this stage's codec reads token ids"
             before: Any = self.boundaries[self.before]
-            hidden, skip = before.decode(x)
-        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
-        for block in self.blocks.values():
-            hidden = block(hidden, cos, sin, skip)
+            hidden, skip = before.decode(x, ids)
+        places = slice(x.shape[1]) if past is None else past.positions
+        cos, sin = self.cos[places], self.sin[places]
+        for number, block in self.blocks.items():
+            hidden = block(hidden, cos, sin, skip, past, int(number))
             skip = None
         if self.last:
             return F.linear(self.norm(hidden), self.embedding.weight if self.tied else self.head.weight)
         after: Any = self.boundaries[self.after]
-        encoded: torch.Tensor = after.encode(hidden)
+        encoded: torch.Tensor = after.encode(hidden, ids)
         return encoded

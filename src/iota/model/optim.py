@@ -1,16 +1,35 @@
 """The inner optimizer and its learning rate (design section 3, "Numeric contract").
 
-Fused AdamW steps two flat regions of a stage: the decayed tensors first, then the rest. Moments lie in flat buffers of
-the caller, so that they can be merged, hashed and sent as slices.
+`train.optimizer`:
+* "adamw": fused AdamW on two flat regions of a stage, the decayed tensors first, then the rest.
+* "muon": the blocks' matrices (attention q, k, v, o and feed-forward gate, up, down) by Muon, each as a matrix; what
+  lies between them (embedding, head, codecs, norms) by the same AdamW, on the maximal runs of it. In bfloat16 it equals
+  torch.optim.Muon to the bit; that one knows no float32, in which a step is many times cheaper on processors without
+  bfloat16 products and in which two machines' steps agree closer.
+
+Moments lie in flat buffers of the caller, so that they can be merged, hashed and sent as slices. Muon's momentum is a
+running mean of gradients, as AdamW's first moment is, and lies in `m`; it has no second moment: `v` is neither read nor
+written there.
 """
 
 from __future__ import annotations
 
 import math
+import re
 
+import numpy as np
 import torch
 
 from iota.config.schema import TrainConfig
+from iota.model.layout import Layout
+
+MATRIX = re.compile(r"blocks\.\d+\.(attention\.[qkvo]|ffn\.(gate|up|down))\.weight")
+"""What Muon steps. A codec's matrices are not among these: they map between spaces of very different width."""
+QUINTIC = (3.4445, -4.7750, 2.0315)
+ITERATIONS = 5
+SMALLEST = 1e-7
+"""Muon's usual iteration: coefficients chosen for a steep start, and the least norm that is divided by."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def learning_rate(train: TrainConfig, tokens: int) -> float:
@@ -29,42 +48,118 @@ def learning_rate(train: TrainConfig, tokens: int) -> float:
     return train.lr * (train.min_lr_share + (1.0 - train.min_lr_share) * cosine)
 
 
-class FlatAdamW:
-    """torch.optim.AdamW(fused=True) over flat float32 buffers `weights`, `m`, `v`: region [0, decayed) with weight
-    decay, [decayed, end) without. The buffers stay the caller's and are changed in place."""
+def muon_tensors(train: TrainConfig, layout: Layout) -> tuple[str, ...]:
+    """Names of a stage's tensors that Muon steps, in flat order; none under AdamW."""
+    if train.optimizer != "muon":
+        return ()
+    return tuple(name for name in layout.names if MATRIX.fullmatch(name))
+
+
+def adamw_runs(layout: Layout, muon: tuple[str, ...]) -> list[tuple[int, int, bool]]:
+    """The maximal runs (start, stop, decayed) of tensors that are not in `muon`, in flat order."""
+    runs: list[tuple[int, int, bool]] = []
+    for name, shape, start in zip(layout.names, layout.shapes, layout.offsets, strict=True):
+        stop, decayed = start + math.prod(shape), start < layout.decayed
+        if name in muon:
+            continue
+        if runs and runs[-1][1:] == (start, decayed):
+            start = runs.pop()[0]
+        runs.append((start, stop, decayed))
+    return runs
+
+
+def orthogonalised(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Roughly the nearest matrix with orthonormal rows (columns, if they are fewer): singular values come to lie
+    between about 0.7 and 1.2, those far below a hundredth of the norm stay smaller. Newton-Schulz in `dtype`."""
+    a, b, c = QUINTIC
+    tall = matrix.shape[0] > matrix.shape[1]
+    x = matrix.T.to(dtype) if tall else matrix.to(dtype)
+    x = x / x.norm().clamp(min=SMALLEST)
+    for _ in range(ITERATIONS):
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.T if tall else x
+
+
+def muon_scale(shape: tuple[int, ...]) -> float:
+    """What an orthogonalised matrix is multiplied by, so that its root mean square is 0.2, about that of AdamW's update
+    (arXiv 2502.16982): one learning rate and one weight decay then serve both."""
+    return 0.2 * math.sqrt(max(shape))
+
+
+class FlatOptimizer:
+    """AdamW, or Muon beside AdamW, over flat float32 buffers `weights`, `m`, `v` in the order of `layout`. The buffers
+    stay the caller's and are changed in place. Weight decay is decoupled and spares what `layout` does not decay."""
 
     def __init__(
-        self, train: TrainConfig, weights: torch.Tensor, m: torch.Tensor, v: torch.Tensor, decayed: int
+        self, train: TrainConfig, layout: Layout, weights: torch.Tensor, m: torch.Tensor, v: torch.Tensor
     ) -> None:
-        self._slices = [(0, decayed), (decayed, weights.numel())]
-        self._regions = [weights[start:stop] for start, stop in self._slices]
+        self._train, self._layout = train, layout
+        names = muon_tensors(train, layout)
+        values, momenta = layout.views(weights), layout.views(m)
+        self._matrices = [(name, values[name], momenta[name]) for name in names]
+        runs = adamw_runs(layout, names)
+        assert runs, "every stage has norms, and they are AdamW's"
+        self._slices = [slice(start, stop) for start, stop, _ in runs]
+        self._regions = [weights[part] for part in self._slices]
         groups = [
-            {"params": [region], "weight_decay": decay}
-            for region, decay in zip(self._regions, (train.weight_decay, 0.0), strict=True)
+            {"params": [region], "weight_decay": train.weight_decay if decayed else 0.0}
+            for region, (_, _, decayed) in zip(self._regions, runs, strict=True)
         ]
-        self._optimizer = torch.optim.AdamW(
+        self._adamw = torch.optim.AdamW(
             groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True
         )
-        for (start, stop), region in zip(self._slices, self._regions, strict=True):
-            self._optimizer.state[region] = {
+        for part, region in zip(self._slices, self._regions, strict=True):
+            self._adamw.state[region] = {
                 "step": torch.zeros((), dtype=torch.float32, device=weights.device),
-                "exp_avg": m[start:stop],
-                "exp_avg_sq": v[start:stop],
+                "exp_avg": m[part],
+                "exp_avg_sq": v[part],
             }
 
     @property
     def t(self) -> int:
-        """Adam's step count, as the next step will see it before advancing."""
-        return int(self._optimizer.state[self._regions[0]]["step"].item())
+        """Adam's step count, as the next step will see it before advancing. Muon has none."""
+        return int(self._adamw.state[self._regions[0]]["step"].item())
 
     @t.setter
     def t(self, value: int) -> None:
         for region in self._regions:
-            self._optimizer.state[region]["step"].fill_(value)
+            self._adamw.state[region]["step"].fill_(value)
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
-        """One AdamW step on the flat gradient (float32, same length as the weights); advances `t`."""
-        for group, (start, stop), region in zip(self._optimizer.param_groups, self._slices, self._regions, strict=True):
+        """One step on the flat gradient (float32, same length as the weights); advances `t`."""
+        for group, part, region in zip(self._adamw.param_groups, self._slices, self._regions, strict=True):
             group["lr"] = lr
-            region.grad = gradient[start:stop]
-        self._optimizer.step()
+            region.grad = gradient[part]
+        self._adamw.step()
+        gradients = self._layout.views(gradient)
+        for name, weight, momentum in self._matrices:
+            self._step_matrix(weight, momentum, gradients[name], lr)
+
+    def _step_matrix(self, weight: torch.Tensor, momentum: torch.Tensor, gradient: torch.Tensor, lr: float) -> None:
+        """Muon with Nesterov's look ahead. It orthogonalises in the run's dtype, not the machine's: all do it alike."""
+        train = self._train
+        momentum.lerp_(gradient, 1 - train.muon_momentum)
+        update = orthogonalised(gradient.lerp(momentum, train.muon_momentum), DTYPES[train.dtype])
+        weight.mul_(1 - lr * train.weight_decay).add_(update, alpha=-lr * muon_scale(weight.shape))
+
+
+def direction(
+    train: TrainConfig, layout: Layout, m: np.ndarray, v: np.ndarray, device: torch.device | str
+) -> np.ndarray:
+    """What the next step would do to the weights by the moments alone, per unit of learning rate, flat float32:
+    m / (sqrt(v) + eps) where AdamW steps; the orthogonalised m at AdamW's scale where Muon steps, whatever v is there.
+
+    Forged moments that hardly show in m's and v's own norms show here: a few tiny v, or a little m added where its
+    singular values are small. Overflow gives non-finite values, not an error.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        out: np.ndarray = np.sqrt(v)
+        out += np.float32(train.eps)
+        np.divide(m, out, out=out)
+    momenta, directions = layout.views(m), layout.views(out)
+    for name in muon_tensors(train, layout):
+        momentum = torch.tensor(momenta[name], device=device)
+        update = orthogonalised(momentum, DTYPES[train.dtype]).float() * muon_scale(momentum.shape)
+        directions[name][...] = update.cpu().numpy()
+    return out

@@ -6,9 +6,11 @@ the pace of the swarm. Embedding, head and codec projections count (design secti
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 from iota.config.schema import RunConfig
+from iota.model.boundary import DECODER, ENCODER, codec_cost, codec_shapes, stream_width
 from iota.model.layout import check_model, ffn_width
 
 
@@ -16,7 +18,8 @@ def block_cost(config: RunConfig) -> int:
     """Operations per token of one block: projections, feed-forward, and causal attention over half the sequence."""
     model = config.model
     kv = model.kv_heads * (model.width // model.heads)
-    projections = 2 * model.width * (2 * model.width + 2 * kv + 3 * ffn_width(model))
+    written = stream_width(config) * (model.width + ffn_width(model))
+    projections = 2 * (model.width * (model.width + 2 * kv + 2 * ffn_width(model)) + written)
     return projections + 2 * model.sequence * model.width
 
 
@@ -28,8 +31,7 @@ def stage_cost(config: RunConfig, stage: int, cut: tuple[int, int]) -> int:
         cost += 2 * model.width
     if stage == last:
         cost += 2 * model.width * model.vocabulary
-    if config.stages.codec == "bottleneck":
-        cost += 2 * model.width * config.stages.channels * ((stage > 0) + (stage < last))
+    cost += codec_cost(config, DECODER) * (stage > 0) + codec_cost(config, ENCODER) * (stage < last)
     return cost
 
 
@@ -75,13 +77,14 @@ def cut_blocks(config: RunConfig) -> tuple[tuple[int, int], ...]:
 def count_parameters(config: RunConfig, stage: int, cut: tuple[int, int]) -> int:
     """Parameters of a stage in closed form: embedding, blocks, its halves of the codecs, final norm and head."""
     model, last = config.model, config.stages.count - 1
-    width, kv = model.width, model.kv_heads * (model.width // model.heads)
-    block = 2 * width * width + 2 * kv * width + 3 * width * ffn_width(model) + 2 * width
+    width, kv, stream = model.width, model.kv_heads * (model.width // model.heads), stream_width(config)
+    written = stream * (width + ffn_width(model))
+    block = width * width + 2 * kv * width + 2 * width * ffn_width(model) + written + 2 * width
     total = (cut[1] - cut[0]) * block
     if stage == 0:
-        total += model.vocabulary * width
+        total += model.vocabulary * stream
     if stage == last:
         total += width + (0 if model.tie_embeddings else model.vocabulary * width)
-    if config.stages.codec == "bottleneck":
-        total += width * config.stages.channels * ((stage > 0) + (stage < last))
+    for side, present in ((DECODER, stage > 0), (ENCODER, stage < last)):
+        total += sum(math.prod(shape) for shape in codec_shapes(config, 0, side).values()) if present else 0
     return total

@@ -4,7 +4,7 @@
 * A pass goes into a scratch gradient. `accept` adds it to the accumulator, `drop` discards it: a refused result leaves
   no trace. At most one pass is pending.
 * `step`: accumulator / passes, clipped by `torch.nn.utils.clip_grad_norm_` over the stage's tensors in the order of
-  `parameters()`, then fused AdamW on the two flat regions, at lr = f(tokens + local_step * tokens_per_step), where
+  `parameters()`, then stepped by `iota.model.optim`, at lr = f(tokens + local_step * tokens_per_step), where
   local_step counts this load's steps from 1 and t is the loaded Adam step count plus local_step.
 * A graph is kept only while no step came between a sample's forward and its backward; after a step the forward runs
   again from the stored input with the weights of the moment.
@@ -27,10 +27,11 @@ import torch.nn.functional as F
 from iota.config.schema import RunConfig
 from iota.core.values import Digest, Tensor, sha256
 from iota.errors import IotaError
-from iota.model.codecs import pack, unpack
-from iota.model.layout import Layout, boundary_channels
+from iota.model.boundary import BACKWARD, FORWARD, Payload, boundary_tensor, reads_ids
+from iota.model.layout import Layout
 from iota.model.llama import LlamaStage
-from iota.model.optim import FlatAdamW, learning_rate
+from iota.model.optim import FlatOptimizer, learning_rate
+from iota.model.wires import noise_key, pack, pack_floats, unpack
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,8 @@ class StageTrainer:
             raise IotaError("bad_config", f"unknown compute dtype {dtype!r}", "Use float32 or bfloat16.")
         self.config, self.stage, self.cut, self.dtype = config, stage, cut, dtype
         self.first, self.last = stage == 0, stage == config.stages.count - 1
+        self.reads_ids = reads_ids(config, stage)
+        self._forward_wire, self._backward_wire = (boundary_tensor(config, way) for way in (FORWARD, BACKWARD))
         self.device = torch.device(device)
         self.module = LlamaStage(config, stage, cut).to(self.device)
         self.layout = Layout.of(self.module)
@@ -98,7 +101,7 @@ class StageTrainer:
         scratch, total = self.layout.views(self._scratch), self.layout.views(self._sum)
         self._scratch_views = [scratch[name] for name in names]
         self._sum_views = [total[name] for name in names]
-        self._optimizer = FlatAdamW(self.config.train, self._weights, self._m, self._v, self.layout.decayed)
+        self._optimizer = FlatOptimizer(self.config.train, self.layout, self._weights, self._m, self._v)
 
     # ------------------------------------------------------------------------------------------------------ state
 
@@ -162,12 +165,12 @@ class StageTrainer:
 
     def forward(self, sample: int, x: Tensor | None, ids: np.ndarray | None = None) -> Tensor:
         """Run the stage on a sample and keep what its backward needs. `x` is the boundary tensor before (None at the
-        first stage, which takes `ids` [batch, T]). Returns the boundary tensor after. Again for a held sample:
-        replaces it."""
+        first stage), `ids` [batch, T] the sample's token ids where the stage reads them (`reads_ids`). Returns the
+        boundary tensor after. Again for a held sample: replaces it."""
         assert not self.last, "the last stage computes its loss at once: forward_loss"
         held = self._hold(x, ids)
         output = self._run(held)
-        packed = pack(output, self.config.stages.wire_dtype)
+        packed = pack(output, self._forward_wire)
         held.output = output
         self._held[sample] = held
         return packed
@@ -180,22 +183,23 @@ class StageTrainer:
         `drop`."""
         assert self.last, "only the last stage has a loss"
         held = self._hold(x, ids)
-        target = self._token_array(labels, "labels", held.x.shape[0], exact=True)
+        target = self._token_array(labels, "labels", exact=True)
         loss = self._loss(self._run(held), target)
         value = loss.item()
         if not math.isfinite(value):
             raise IotaError("not_finite", f"the loss of sample {sample} is {value}", "Lower the learning rate.")
         self._begin_pass()
         torch.autograd.backward((loss,))
-        gradient = self._gradient_out(held.x)
+        gradient = self._gradient_out(sample, held.x)
         self._pending = sample
         return gradient, value
 
     def backward(
         self, sample: int, grad: Tensor, x: Tensor | None = None, ids: np.ndarray | None = None
     ) -> tuple[Tensor | None, bool]:
-        """Backward of a sample into the scratch gradient. `grad` is the gradient from the stage after. With `x` (or
-        `ids` at the first stage) the forward runs again from that input, whatever is held: this miner did not do it.
+        """Backward of a sample into the scratch gradient. `grad` is the gradient from the stage after. With `x` (at the
+        first stage `ids`) the forward runs again from that input, whatever is held: this miner did not do it. A stage
+        that reads ids then needs them too.
 
         Returns the gradient to the stage before (None at the first stage) and whether the forward was recomputed.
         Raises IotaError("bad_input") when the sample is neither held nor given. Follow with `accept` or `drop`.
@@ -205,13 +209,13 @@ class StageTrainer:
         held = self._hold(x, ids) if given else self._held.get(sample)
         if held is None:
             raise IotaError("bad_input", f"sample {sample} is not held here", "Send its input with the gradient.")
-        gradient = self._receive(grad, f"gradient of sample {sample}", self._batch_shape(held.x.shape[0]))
+        gradient = self._receive(grad, self._backward_wire, f"gradient of sample {sample}")
         recomputed = held.output is None
         output = self._run(held) if held.output is None else held.output
         held.output = None  # a graph serves one backward
         self._begin_pass()
         torch.autograd.backward((output,), (gradient,))
-        back = self._gradient_out(held.x)
+        back = self._gradient_out(sample, held.x)
         self._pending = sample
         return back, recomputed
 
@@ -264,13 +268,13 @@ class StageTrainer:
         Any batch and any sequence up to the model's is taken."""
         with torch.no_grad():
             output = self._run(self._hold(x, ids, exact=False))
-        return pack(output.float(), "float32" if self.last else self.config.stages.wire_dtype)
+        return pack_floats(output, "float32") if self.last else pack(output, self._forward_wire)
 
     def evaluate_loss(self, x: Tensor | None, ids: np.ndarray | None, labels: np.ndarray) -> float:
         """The last stage's mean cross-entropy in nats per token, forward only, without trace."""
         assert self.last, "only the last stage has a loss"
         held = self._hold(x, ids, exact=False)
-        target = self._token_array(labels, "labels", held.x.shape[0], exact=False)
+        target = self._token_array(labels, "labels", exact=False)
         with torch.no_grad():
             return self._loss(self._run(held), target).item()
 
@@ -292,31 +296,33 @@ class StageTrainer:
     def _hold(self, x: Tensor | None, ids: np.ndarray | None, exact: bool = True) -> _Held:
         """Check a pass's input and bring it onto the device, as a leaf that collects its gradient."""
         assert self.loaded, "load a state first"
-        batch = self.config.train.batch
+        if self.reads_ids and ids is None:
+            raise IotaError("bad_input", f"stage {self.stage} reads the sample's token ids", "Send them.")
+        tokens = None if ids is None else self._token_array(ids, "ids", exact)
         if self.first:
-            if x is not None or ids is None:
+            if x is not None:
                 raise IotaError("bad_input", "the first stage takes token ids and no tensor", "Send the ids alone.")
-            return _Held(self._token_array(ids, "ids", batch, exact), None, None)
+            assert tokens is not None
+            return _Held(tokens, None, None)
         if x is None:
             raise IotaError(
                 "bad_input", f"stage {self.stage} needs the boundary tensor of the stage before", "Send it."
             )
-        shape = self._batch_shape(batch)
+        wire = self._forward_wire
         if not exact and len(x.shape) == 3 and x.shape[0] > 0 and 0 < x.shape[1] <= self.config.model.sequence:
-            shape = (x.shape[0], x.shape[1], shape[2])
-        values = self._receive(x, f"input of stage {self.stage}", shape).requires_grad_(True)
-        return _Held(values, None if ids is None else self._token_array(ids, "ids", shape[0], exact), None)
+            wire = wire.at(x.shape[0], x.shape[1])
+        values = self._receive(x, wire, f"input of stage {self.stage}").requires_grad_(True)
+        if tokens is not None and tokens.shape != values.shape[:2]:
+            raise IotaError("bad_input", f"ids {tuple(tokens.shape)} are not those of a tensor {tuple(x.shape)}")
+        return _Held(values, tokens, None)
 
-    def _batch_shape(self, batch: int) -> tuple[int, int, int]:
-        return batch, self.config.model.sequence, boundary_channels(self.config)
+    def _receive(self, tensor: Tensor, wire: Payload, name: str) -> torch.Tensor:
+        return unpack(tensor, wire, self.device, name)
 
-    def _receive(self, tensor: Tensor, name: str, shape: tuple[int, int, int]) -> torch.Tensor:
-        return unpack(tensor, self.config.stages.wire_dtype, shape, self.device, name)
-
-    def _token_array(self, tokens: np.ndarray, name: str, batch: int, exact: bool) -> torch.Tensor:
+    def _token_array(self, tokens: np.ndarray, name: str, exact: bool) -> torch.Tensor:
         """Token ids or labels, int64 [batch, T], each within the vocabulary."""
         model = self.config.model
-        shape = (batch, model.sequence)
+        shape = (self.config.train.batch, model.sequence)
         fits = tokens.shape == shape if exact else tokens.ndim == 2 and 0 < tokens.shape[1] <= model.sequence
         if not fits or tokens.size == 0 or tokens.dtype.kind not in "iu":
             raise IotaError(
@@ -340,10 +346,10 @@ class StageTrainer:
         self._scratch.zero_()
         self._set_gradients(self._scratch_views)
 
-    def _gradient_out(self, x: torch.Tensor) -> Tensor | None:
+    def _gradient_out(self, sample: int, x: torch.Tensor) -> Tensor | None:
         """The gradient towards the stage before, taken off the input."""
         if self.first:
             return None
         assert x.grad is not None
         gradient, x.grad = x.grad, None
-        return pack(gradient, self.config.stages.wire_dtype)
+        return pack(gradient, self._backward_wire, noise_key(self.config.seed, sample, self.stage - 1, BACKWARD))

@@ -17,37 +17,28 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors import numpy as safetensors
 
-from iota.config.schema import ModelConfig, RunConfig, StagesConfig
+from iota.config.schema import Manifest, RunConfig
 from iota.errors import IotaError
 from iota.model.generate import Chain
-from iota.model.layout import Layout, check_model, tensor_shapes, transformers_name
+from iota.model.layout import Layout, tensor_shapes, transformers_name
 from iota.nodes import checkpoint as run_folder
+from iota.nodes.card import CARD, FORMAT, TOKENIZER, WEIGHTS, Card, bad_export, read_card
 from iota.store.files import read_checked, write_atomic
 from iota.store.tokens import ByteTokenizer, FileTokenizer, Tokenizer
 
-FORMAT = "iota export 1"
-WEIGHTS, CARD, TOKENIZER = "model.safetensors", "config.json", "tokenizer.json"
 
+@dataclass(frozen=True)
+class Trained:
+    """A run's newest merged weights with what is known of them. `stages[s]`: flat float32 weights of stage s."""
 
-class Card(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """config.json. `tokens`: training tokens behind these weights, null when the run's history does not say.
-    `tokenizer`: "bytes" or the file beside. `transformers_names`: what `transformers`' LlamaForCausalLM calls each
-    tensor that it has too (a codec's it has not: with a bottleneck the model is no plain Llama)."""
+    manifest: Manifest
+    card: Card
+    tokenizer: Tokenizer
+    stages: tuple[np.ndarray, ...]
 
-    format: str
-    run: str
-    epoch: int
-    tokens: int | None
-    model: ModelConfig
-    stages: StagesConfig
-    cuts: tuple[tuple[int, int], ...]
-    tokenizer: str
-    tokenizer_digest: str
-    transformers_names: dict[str, str]
-
-    def config(self) -> RunConfig:
-        """As much of the run's configuration as the model needs."""
-        return RunConfig(name=self.run, model=self.model, stages=self.stages)
+    def tensors(self, stage: int) -> dict[str, np.ndarray]:
+        """A stage's tensors by their global names."""
+        return Layout.for_stage(self.manifest.config, stage, self.manifest.cuts[stage]).views(self.stages[stage])
 
 
 @dataclass(frozen=True)
@@ -63,30 +54,20 @@ class Loaded:
 # ---------------------------------------------------------------------------------------------------------- export
 
 
-def export(folder: Path, out: Path) -> Card:
-    """Write the newest merged weights of the run in `folder` into `out`, which must be new or empty.
-
-    Raises IotaError `not_empty`, `disk_full`, `disk_failed`, and what reading the run raises.
-    """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise IotaError(
-            "not_empty", f"{out} exists and is not an empty folder", "Choose another place; nothing is lost"
-        )
+def trained_model(folder: Path) -> Trained:
+    """The newest merged model of the run in `folder`. Raises what reading the run raises."""
     manifest = run_folder.manifest_of(folder)
     checkpoints = run_folder.latest_checkpoints(folder, manifest)
     epoch = checkpoints[0].epoch
-    tokens = run_folder.tokens_trained(run_folder.history_of(folder), epoch)
     tokenizer = run_folder.tokenizer_of(folder, manifest)
-    tensors: dict[str, np.ndarray] = {}
-    for stage, cut in enumerate(manifest.cuts):
-        flat = run_folder.read_part(folder, checkpoints[stage])
-        tensors |= Layout.for_stage(manifest.config, stage, cut).views(flat)
-    names = {name: theirs for name in tensors if (theirs := transformers_name(name)) is not None}
+    shapes = [tensor_shapes(manifest.config, stage, cut) for stage, cut in enumerate(manifest.cuts)]
+    names = {name: theirs for part in shapes for name in part if (theirs := transformers_name(name)) is not None}
     card = Card(
         format=FORMAT,
         run=manifest.run,
         epoch=epoch,
-        tokens=tokens,
+        tokens=run_folder.tokens_trained(run_folder.history_of(folder), epoch),
+        seed=manifest.config.seed,
         model=manifest.config.model,
         stages=manifest.config.stages,
         cuts=manifest.cuts,
@@ -94,10 +75,31 @@ def export(folder: Path, out: Path) -> Card:
         tokenizer_digest=tokenizer.digest,
         transformers_names=names,
     )
-    about = {"format": FORMAT, "run": manifest.run, "epoch": str(epoch)}
+    stages = tuple(run_folder.read_part(folder, checkpoint) for checkpoint in checkpoints)
+    return Trained(manifest, card, tokenizer, stages)
+
+
+def need_empty(out: Path) -> None:
+    """Raises IotaError `not_empty` unless `out` is a new or an empty folder."""
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise IotaError(
+            "not_empty", f"{out} exists and is not an empty folder", "Choose another place; nothing is lost"
+        )
+
+
+def export(folder: Path, out: Path) -> Card:
+    """Write the newest merged weights of the run in `folder` into `out`, which must be new or empty.
+
+    Raises IotaError `not_empty`, `disk_full`, `disk_failed`, and what reading the run raises.
+    """
+    need_empty(out)
+    trained = trained_model(folder)
+    card = trained.card
+    tensors = {name: view for stage in range(len(card.cuts)) for name, view in trained.tensors(stage).items()}
+    about = {"format": FORMAT, "run": card.run, "epoch": str(card.epoch)}
     write_atomic(out / WEIGHTS, [safetensors.save(tensors, about)])
-    if tokenizer.file:
-        write_atomic(out / TOKENIZER, [tokenizer.file])
+    if trained.tokenizer.file:
+        write_atomic(out / TOKENIZER, [trained.tokenizer.file])
     write_atomic(out / CARD, [msgspec.json.format(msgspec.json.encode(card), indent=2)])
     return card
 
@@ -124,33 +126,21 @@ def open_model(folder: Path) -> Loaded:
 
 def open_run(folder: Path) -> Loaded:
     """The newest merged model of a run."""
-    manifest = run_folder.manifest_of(folder)
-    checkpoints = run_folder.latest_checkpoints(folder, manifest)
-    weights = [run_folder.read_part(folder, checkpoint) for checkpoint in checkpoints]
-    chain = Chain(manifest.config, manifest.cuts, weights)
-    return Loaded(chain, run_folder.tokenizer_of(folder, manifest), manifest.run, checkpoints[0].epoch)
+    trained = trained_model(folder)
+    chain = Chain(trained.manifest.config, trained.card.cuts, trained.stages)
+    return Loaded(chain, trained.tokenizer, trained.card.run, trained.card.epoch)
 
 
 def _open_export(folder: Path) -> Loaded:
-    path = folder / CARD
-    try:
-        card = msgspec.json.decode(read_checked(path), type=Card)
-    except msgspec.DecodeError as error:
-        raise _bad(f"{path} is not the description of an exported model: {error}") from error
-    if card.format != FORMAT:
-        raise _bad(f"{path} has format {card.format!r}, this software reads {FORMAT!r}")
+    card = read_card(folder / CARD)
     config = card.config()
-    check_model(config)
-    edges = [first for first, _ in card.cuts] + [config.model.blocks]
-    if len(card.cuts) != config.stages.count or edges != [0] + [last for _, last in card.cuts]:
-        raise _bad(f"{path}: cuts {card.cuts} do not divide {config.model.blocks} blocks into {config.stages.count}")
     try:
         tensors = safetensors.load(read_checked(folder / WEIGHTS))
     except SafetensorError as error:
-        raise _bad(f"{folder / WEIGHTS} is no whole safetensors file: {error}") from error
+        raise bad_export(f"{folder / WEIGHTS} is no whole safetensors file: {error}") from error
     weights = [_stage_weights(config, stage, cut, tensors) for stage, cut in enumerate(card.cuts)]
     if tensors:
-        raise _bad(f"{folder / WEIGHTS} has tensors that this model has not: {', '.join(sorted(tensors)[:4])}")
+        raise bad_export(f"{folder / WEIGHTS} has tensors that this model has not: {', '.join(sorted(tensors)[:4])}")
     return Loaded(Chain(config, card.cuts, weights), _tokenizer(folder, card), card.run, card.epoch)
 
 
@@ -161,9 +151,9 @@ def _stage_weights(config: RunConfig, stage: int, cut: tuple[int, int], tensors:
     for name, view in layout.views(flat).items():
         values = tensors.pop(name, None)
         if values is None:
-            raise _bad(f"tensor {name} of shape {view.shape} is missing in {WEIGHTS}")
+            raise bad_export(f"tensor {name} of shape {view.shape} is missing in {WEIGHTS}")
         if values.shape != view.shape or values.dtype != np.float32:
-            raise _bad(f"tensor {name} is {values.dtype} {values.shape}, the model needs float32 {view.shape}")
+            raise bad_export(f"tensor {name} is {values.dtype} {values.shape}, the model needs float32 {view.shape}")
         view[...] = values
     return flat
 
@@ -173,10 +163,6 @@ def _tokenizer(folder: Path, card: Card) -> Tokenizer:
         return ByteTokenizer()
     path = folder / TOKENIZER
     return FileTokenizer(read_checked(path, card.tokenizer_digest), str(path))
-
-
-def _bad(cause: str) -> IotaError:
-    return IotaError("bad_checkpoint", cause, "Export the model again: iota export RUN OUT")
 
 
 # ---------------------------------------------------------------------------------------------------------- prompts

@@ -1,20 +1,24 @@
-"""Which device computes, and whether a stage fits into the memory that its owner allows."""
+"""Which device computes, and whether a stage fits into what its owner allows and what the machine has.
+
+The needs are those that `iota plan` prints (`iota.model.needs`); they are checked before anything is downloaded.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from pathlib import Path
 
 import msgspec
 import torch
 
 from iota.config.schema import RunConfig
 from iota.errors import IotaError
-from iota.model.layout import boundary_channels, ffn_width
-from iota.model.partition import count_parameters
+from iota.model.needs import MemoryNeed, disk_need, memory_need
 
-TRAINER_BUFFERS = 5
-"""Weights, two gradient buffers, two moments: float32 each (`StageTrainer`)."""
-HOST_COPIES = 12
-"""At the peak of a merge between two members: base, outer momentum and base moments (4), the upload's delta (1), the
-other member's upload (3), the results (4)."""
+CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+"""A container's own limit, as Linux tells it."""
 
 
 def pick_device(wanted: str) -> str:
@@ -31,58 +35,68 @@ def pick_device(wanted: str) -> str:
     return wanted
 
 
-class Need(msgspec.Struct, frozen=True):
-    """Bytes that a stage takes. `training`: weights, gradients, moments; `merging`: what is kept for the merge;
-    `activations`: of `in_flight` passes."""
+class Room(msgspec.Struct, frozen=True):
+    """What this machine has, in bytes; 0: not known, so not checked. `device`: memory of a device that has its own."""
 
-    training: int
-    merging: int
-    activations: int
-
-    @property
-    def total(self) -> int:
-        return self.training + self.merging + self.activations
+    memory: int = 0
+    device: int = 0
+    disk: int = 0
 
 
-def memory_need(config: RunConfig, stage: int, cut: tuple[int, int]) -> Need:
-    """An estimate, on the safe side of what a pass keeps for its backward (float32, no recomputation)."""
-    model, parameters = config.model, count_parameters(config, stage, cut)
-    tokens = config.train.batch * model.sequence
-    scores = 2 * model.heads * model.sequence
-    block = 12 * model.width + 4 * ffn_width(model) + scores
-    floats = (cut[1] - cut[0]) * block + 2 * boundary_channels(config)
-    if stage == config.stages.count - 1:
-        floats += 3 * model.vocabulary
-    in_flight = 1 if stage == config.stages.count - 1 else (config.train.max_in_flight or config.stages.count + 1)
-    return Need(TRAINER_BUFFERS * 4 * parameters, HOST_COPIES * 4 * parameters, in_flight * tokens * floats * 4)
+def room_here(device: str, folder: Path) -> Room:
+    """Main memory (or the container's share of it), the device's own memory, and free disk where `folder` lies or would
+    be made. `device` as `pick_device` returned it; unified memory (mps) is main memory."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    for path in CGROUP_LIMITS:
+        with contextlib.suppress(OSError, ValueError):
+            memory = min(memory, int(Path(path).read_text(encoding="ascii")))
+    own = torch.cuda.get_device_properties(0).total_memory if device == "cuda" else 0
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    return Room(memory=memory, device=own, disk=shutil.disk_usage(place).free)
 
 
-def check_memory(config: RunConfig, stage: int, cut: tuple[int, int], max_memory: int) -> Need:
-    """Raises IotaError `no_memory` with the numbers when the stage needs more than `max_memory` bytes (0: no limit)."""
-    need = memory_need(config, stage, cut)
-    if max_memory and need.total > max_memory:
-        parts = f"{need.training:,} for training, {need.merging:,} for merging, {need.activations:,} for activations"
-        raise IotaError(
-            "no_memory",
-            f"stage {stage} of this run needs about {need.total:,} bytes ({parts}), --max-memory allows {max_memory:,}",
-            "Allow more, or ask the operator for a run with more stages.",
-        )
+def check_memory(
+    config: RunConfig, stage: int, cut: tuple[int, int], max_memory: int, *, device: str = "cpu", dtype: str = "",
+    room: Room | None = None,
+) -> MemoryNeed:  # fmt: skip
+    """What the stage needs. Raises IotaError `no_memory` with the numbers when that is more than the owner's
+    `max_memory` bytes (0: no limit), or than the machine has."""
+    need, here = memory_need(config, stage, cut, dtype=dtype, separate=device == "cuda"), room or Room()
+    for wanted, allowed, who in (
+        (need.total, max_memory, "--max-memory allows"),
+        (need.host, here.memory, "this machine's main memory is"),
+        (need.device, here.device, f"{device} has"),
+    ):
+        if allowed and wanted > allowed:
+            passes = need.activations + need.casts
+            parts = (
+                f"{need.resident:,} for weights, gradients and moments, {passes:,} for passes under way, "
+                f"{need.base:,} for the epoch's base, {need.merging:,} more at a merge"
+            )
+            raise IotaError(
+                "no_memory",
+                f"stage {stage} of this run needs about {wanted:,} bytes ({parts}), {who} {allowed:,}",
+                "Allow more, use a larger machine, or ask the operator for a run with more stages (`iota plan`).",
+            )
     return need
 
 
-def check_disk(config: RunConfig, stage: int, cut: tuple[int, int], max_disk: int) -> int:
-    """Bytes of evidence that one epoch at B_min takes, and that much again for drawn segments of earlier ones. Raises
-    IotaError `no_disk` when `max_disk` (0: no limit) is below it."""
-    model, audit = config.model, config.audit
-    parameters = count_parameters(config, stage, cut)
-    wire = 4 if config.stages.wire_dtype == "float32" else 2
-    tensors = 4 * config.merge.min_batches * config.train.batch * model.sequence * boundary_channels(config) * wire
-    need = 2 * (tensors + 12 * parameters * (audit.segments_per_epoch + 1))
-    if max_disk and need > max_disk:
-        raise IotaError(
-            "no_disk",
-            f"stage {stage} of this run keeps about {need:,} bytes of evidence for audits, --max-disk allows "
-            f"{max_disk:,}",
-            "Allow more with --max-disk.",
-        )
-    return need
+def check_disk(
+    config: RunConfig, stage: int, cut: tuple[int, int], max_disk: int, *, room: Room | None = None
+) -> int:  # fmt: skip
+    """Bytes of evidence that the stage keeps for audits in an epoch of B_min passes. Raises IotaError `no_disk` when
+    the owner's `max_disk` (0: no limit) is below it, or the free disk below what even the shortest epoch takes."""
+    need, here = disk_need(config, stage, cut), room or Room()
+    for wanted, allowed, who in (
+        (need.total, max_disk, "--max-disk allows"),
+        (need.least, here.disk, "free on this disk are"),
+    ):
+        if allowed and wanted > allowed:
+            raise IotaError(
+                "no_disk",
+                f"stage {stage} of this run keeps about {wanted:,} bytes of evidence for audits, {who} {allowed:,}",
+                "Allow more with --max-disk, or use a folder on a larger disk.",
+            )
+    return need.total

@@ -18,11 +18,12 @@ from iota.config.schema import Manifest
 from iota.core import tasks
 from iota.core.values import CheckpointSheet, Digest, Tensor
 from iota.errors import IotaError, Unreachable
+from iota.model.boundary import reads_tokens
 from iota.net.peer import Caller
 from iota.nodes.data_source import data_fetch
 from iota.nodes.effects import Clock, Compute, Entropy
 from iota.nodes.link import Backoff, Heard, Link, Peer, Session, SessionOver
-from iota.nodes.miner.device import check_disk, check_memory
+from iota.nodes.miner.device import Room, check_disk, check_memory
 from iota.nodes.miner.load import Floats, check_checkpoint, fetch_state
 from iota.nodes.miner.reduce import Reducer
 from iota.nodes.miner.show import Shower
@@ -43,7 +44,8 @@ ENDS = ("banned", "finished", "not_allowed")
 @dataclass(frozen=True)
 class MinerSettings:
     """What a miner's owner decides. `device` as `pick_device` returned it; `dtype` "": the run's. Limits in bytes, 0:
-    none. `give_up`: seconds of an unreachable orchestrator after which to stop (None: never)."""
+    none. `give_up`: seconds of an unreachable orchestrator after which to stop (None: never). `room`: what the machine
+    has."""
 
     folder: Path
     device: str = "cpu"
@@ -52,6 +54,7 @@ class MinerSettings:
     max_disk: int = 0
     owner: str = ""
     give_up: float | None = None
+    room: Room | None = None
 
 
 class Miner:
@@ -112,33 +115,64 @@ class Miner:
         for longer than allowed."""
         while True:
             session = await self.link.join()
-            began = self._clock.now()
-            shower = await self._begin(session)
+            began, shower = self._clock.now(), None
             try:
-                return await self._work(shower)
+                shower, heard = await self._open(session)
+                return await self._work(shower, heard)
             except SessionOver as over:
                 self._report(f"this session is over ({over}); joining again")
             finally:
-                await shower.close()
+                if shower is not None:
+                    await shower.close()
                 await self._compute.run(self._end)
             if self._clock.now() - began < QUICK:
                 await self._clock.sleep(self._failures.pause())
 
     # ------------------------------------------------------------------------------------------------------ session
 
+    async def _open(self, session: Session) -> tuple[Shower, Heard]:
+        """Make the stage, and hear the first task meanwhile: a large stage takes longer to make than a peer may be
+        silent, but not longer than its first task, a load, may take."""
+        making = asyncio.ensure_future(self._begin(session))
+        try:
+            heard = await self._hear()
+            while isinstance(heard.answer.task, tasks.Wait) and not making.done():
+                heard = await self._hear()
+            return await making, heard
+        finally:  # what a thread has begun cannot be cancelled
+            await asyncio.gather(making, return_exceptions=True)
+
+    async def _hear(self) -> Heard:
+        try:
+            return await self.link.turn(None)
+        except Unreachable:
+            raise
+        except IotaError as error:
+            if error.code in ENDS:
+                raise
+            raise SessionOver(str(error)) from error
+
     async def _begin(self, session: Session) -> Shower:
         """Make the stage this session is for, if it fits."""
         manifest, stage, settings = session.manifest, session.stage, self.settings
         if not 0 <= stage < len(manifest.cuts):
             raise IotaError("bad_stage", f"assigned stage {stage} of {len(manifest.cuts)}", "Report this as a fault.")
-        need = check_memory(manifest.config, stage, manifest.cuts[stage], settings.max_memory)
-        check_disk(manifest.config, stage, manifest.cuts[stage], settings.max_disk)
-        dtype = settings.dtype or manifest.config.train.dtype
+        cut, dtype = manifest.cuts[stage], settings.dtype or manifest.config.train.dtype
+        need = check_memory(
+            manifest.config, stage, cut, settings.max_memory, device=settings.device, dtype=dtype, room=settings.room
+        )
+        disk = check_disk(manifest.config, stage, cut, settings.max_disk, room=settings.room)
+        free = settings.room.disk if settings.room else 0
+        if free and disk > free:
+            self._report(
+                f"evidence may take up to {disk:,} bytes, free on this disk are {free:,}: a pass whose evidence cannot "
+                f"be kept does not count"
+            )
         worker = self.worker = await self._compute.run(
             self._worker_class, manifest, self._caller.identity.key, stage, session.number, settings.device, dtype,
             settings.folder, settings.max_disk,
         )  # fmt: skip
-        if self._tokens is None and stage in (0, len(manifest.cuts) - 1):
+        if self._tokens is None and reads_tokens(manifest.config, stage):
             self._tokens = self._reader(manifest)
         self._reducer = Reducer(self._objects, self._compute, worker)
         self.status.run, self.status.stage, self.status.session = manifest.run, stage, session.number
@@ -162,10 +196,10 @@ class Miner:
 
     # --------------------------------------------------------------------------------------------------------- loop
 
-    async def _work(self, shower: Shower) -> str:
+    async def _work(self, shower: Shower, heard: Heard) -> str:
         work = Work(None)
+        self._note(heard.answer)
         while True:
-            heard = await self._exchange(work, shower)
             answer = heard.answer
             if isinstance(answer.task, tasks.Leave):
                 return f"{answer.task.code}: {answer.task.text}"
@@ -176,6 +210,7 @@ class Miner:
             await self._calm(work)
             if isinstance(answer.task, tasks.Wait):
                 await shower.rest()
+            heard = await self._exchange(work, shower)
 
     async def _exchange(self, work: Work, shower: Shower) -> Heard:
         """Bring a result, hear what is next. A result that the orchestrator cannot take is withdrawn."""
@@ -238,12 +273,13 @@ class Miner:
             if task.stage != worker.stage:
                 raise IotaError("stale", f"told to load stage {task.stage}, this session holds stage {worker.stage}")
             return Given(checkpoint=sheet.checkpoint, arrays=await self._state_of(sheet, worker))
-        first, last = worker.trainer.first, worker.trainer.last
         ids = labels = None
-        if (first and (isinstance(task, tasks.Forward) or task.with_input)) or (last and self._tokens is not None):
-            assert self._tokens is not None, "the first and the last stage read the corpus"
+        if self._tokens is not None and (isinstance(task, tasks.Forward) or task.with_input):
             ids, labels = await self._tokens.batch_windows(task.sample)
-        return Given(heard.tensors, heard.heads, ids if first else None, labels if last else None)
+        trainer = worker.trainer
+        return Given(
+            heard.tensors, heard.heads, ids if trainer.reads_ids else None, labels if trainer.last else None
+        )  # fmt: skip
 
     async def _state_of(self, sheet: CheckpointSheet, worker: StageWorker) -> dict[str, Floats]:
         """The checkpoint's parts. What was fetched for a load that came too late serves the next load of the same."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from iota.net.peer import Caller
 from iota.nodes.effects import Compute
-from iota.nodes.miner.device import pick_device
+from iota.nodes.miner.device import pick_device, room_here
 from iota.nodes.miner.node import Miner, MinerSettings
 from iota.nodes.peer_process import Effects, Line, PeerOptions, attend
 from iota.store.remote import Objects
@@ -24,6 +24,7 @@ async def serve(options: PeerOptions, effects: Effects) -> bool:
         max_disk=options.max_disk,
         owner=options.owner,
         give_up=options.give_up or None,
+        room=room_here(device, options.folder),
     )
 
     def make(caller: Caller, objects: Objects, compute: Compute) -> tuple[Miner, Line]:

@@ -1,6 +1,7 @@
 """Creating a run: text to token shards, checkpoint 0 of every stage, and the signed manifest that names them all.
 
-Needs no torch: initial weights come from numpy, tensor by tensor (design section 2). The manifest is stored last, so a
+Needs no torch: initial weights are drawn by numpy, tensor by tensor (design section 2), or read from the folder that
+`initial` names (`iota.nodes.start`, which loads torch for it). The manifest is stored last, so a
 creation that was killed half way leaves no run, and creating it again overwrites what lay there. Creating a run where
 one with the same configuration exists opens it; another configuration is refused, with both values named.
 """
@@ -8,6 +9,7 @@ one with the same configuration exists opens it; another configuration is refuse
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from iota.core.values import Checkpoint, Key, Piece, sha256
 from iota.errors import ConfigError
 from iota.model.layout import initial_state
 from iota.model.partition import count_parameters, cut_blocks
+from iota.nodes.start import Start
 from iota.store.blobs import Blobs
 from iota.store.manifest import OBJECT, VERSION, Sign, name_run, read_manifest, seal_manifest
 from iota.store.ngram import Trigram
@@ -49,7 +52,8 @@ async def create_run(
     may differ from the manifest's; the manifest is returned as signed, the caller goes by its own values of these.
 
     Raises ConfigError (see `iota.config.load.check`, tokenizer, a corpus too small for the settings, a run of another
-    configuration), IotaError from the text source and the store, `bad_manifest` when the run there is another key's.
+    configuration), IotaError from the text source, the initial weights (`iota.nodes.start`) and the store,
+    `bad_manifest` when the run there is another key's.
     """
     config = check(config)
     if await blobs.size(OBJECT) is not None:
@@ -57,11 +61,12 @@ async def create_run(
         compare(manifest.config, config, manifest.run)
         progress(f"run {manifest.run} opened")
         return manifest
+    weights = _initial_weights(config, progress)
     corpus = await _write_corpus(config, blobs, progress)
     cuts = cut_blocks(config)
     checkpoints = []
     for stage, cut in enumerate(cuts):
-        checkpoints.append(await _write_checkpoint(config, blobs, stage, cut))
+        checkpoints.append(await _write_checkpoint(weights(config, stage, cut), blobs, stage))
         progress(f"stage {stage}: blocks {cut[0]} to {cut[1] - 1}, {checkpoints[-1].parameters:,} parameters, written")
     manifest = name_run(
         Manifest(
@@ -194,10 +199,29 @@ async def _write_heldout(
 # ------------------------------------------------------------------------------------------------------ checkpoint 0
 
 
-async def _write_checkpoint(config: RunConfig, blobs: Blobs, stage: int, cut: tuple[int, int]) -> Checkpoint:
-    """Draw and store a stage's initial weights. Outer momentum and inner moments begin as zeros: parts left out."""
+InitialWeights = Callable[[RunConfig, int, tuple[int, int]], np.ndarray]
+"""The flat float32 weights that a stage with a cut begins with."""
+
+
+def _initial_weights(config: RunConfig, progress: Progress) -> InitialWeights:
+    """Drawn from the seed, or read from the folder `initial`, which is checked against the run here."""
+    if not config.initial:
+        return _drawn
+    start = Start(Path(config.initial))
+    start.check(config)
+    progress(f"initial weights: {'; '.join([config.initial, *start.notes(config)])}")
+    return start.weights
+
+
+def _drawn(config: RunConfig, stage: int, cut: tuple[int, int]) -> np.ndarray:
     weights = initial_state(config, stage, cut, config.seed)
-    assert weights.dtype == np.float32 and weights.size == count_parameters(config, stage, cut)
+    assert weights.size == count_parameters(config, stage, cut)
+    return weights
+
+
+async def _write_checkpoint(weights: np.ndarray, blobs: Blobs, stage: int) -> Checkpoint:
+    """Store a stage's initial weights. Outer momentum and inner moments begin as zeros: parts left out."""
+    assert weights.dtype == np.float32
     raw = weights.astype("<f4", copy=False).view(np.uint8).data
     pieces = []
     for number, start in enumerate(range(0, len(raw), PIECE_BYTES)):

@@ -81,7 +81,7 @@ class Orchestrator:
         self._broken = False
         self._closing = asyncio.Event()
         self._nonces = NonceBook(self.config.limits.clock_window)
-        tensor_limit = max(2 * self.relay.payload, 1 << 20)
+        tensor_limit = max(2 * self.relay.largest, 1 << 20)
         self.receiver = Receiver(
             identity,
             manifest.run,
@@ -291,7 +291,7 @@ class Orchestrator:
         self.relay.keep(
             sample.id, kind, m.stage, incoming.tensors[0], incoming.control.tensors[0], incoming.origin
         )  # fmt: skip
-        self.meter.crossed(self.relay.payload, self.relay.uncompressed)
+        self.meter.crossed(incoming.control.tensors[0].length, self.relay.uncompressed)
 
     # ------------------------------------------------------------------------------------------------------ replies
 
@@ -299,7 +299,7 @@ class Orchestrator:
         task, tensors, heads = self._attach(m, out)
         if isinstance(task, tasks.Leave):
             self.told.add((m.number, m.session))
-        shows = sheets.link_shows(self.linker, self.machine, out.shows, self.relay.payload)
+        shows = sheets.link_shows(self.linker, self.machine, out.shows, self.relay.largest)
         attached = len(shows) > INLINE_SHOWS
         if attached:
             sheet, shows = pack_sheet(tasks.ShowSheet(shows)), ()

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from iota.config.schema import RunConfig
 from iota.core import tasks
 from iota.core.machine.soft import Lease
-from iota.core.values import DTYPE_BYTES, Tensor, TensorHead
-from iota.model.layout import boundary_channels
+from iota.core.values import Tensor, TensorHead
+from iota.model.boundary import BACKWARD, FORWARD, boundary_tensor
 
 MAX_ORIGIN = 16 * 1024
 """A relayed control part rides inside the control part of the task (two of them when a pathway broke), which has 64
@@ -26,15 +26,14 @@ class Held:
 
 
 class Relay:
-    """Tensors by (what, sample, stage of the receiver), and the count of what crossed. `payload` is the exact size of
-    one boundary tensor, `uncompressed` its size as float32 at d_model."""
+    """Tensors by (what, sample, stage of the receiver). `largest`: bytes of the larger one of the two directions'
+    boundary tensors, `uncompressed`: of one as float32 at d_model."""
 
     def __init__(self, config: RunConfig, stages: int) -> None:
         model, train = config.model, config.train
         self.stages = stages
-        self.dtype = config.stages.wire_dtype
-        self.shape = (train.batch, model.sequence, boundary_channels(config))
-        self.payload = train.batch * model.sequence * self.shape[2] * DTYPE_BYTES[self.dtype]
+        self._forward, self._backward = (boundary_tensor(config, way) for way in (FORWARD, BACKWARD))
+        self.largest = max(self._forward.nbytes, self._backward.nbytes)
         self.uncompressed = train.batch * model.sequence * model.width * 4
         self._held: dict[tuple[str, int, int], Held] = {}
 
@@ -61,11 +60,12 @@ class Relay:
             return "bad_input", "the result's digest of its output is not that of the tensor sent with it"
         if len(origin) > MAX_ORIGIN:
             return "bad_input", f"a result's control part has at most {MAX_ORIGIN} bytes, not {len(origin)}"
+        wire = self._forward if lease.kind == "f" else self._backward
         for tensor in tensors:
-            if (tensor.dtype, tensor.shape) != (self.dtype, self.shape):
+            if (tensor.dtype, tensor.shape) != (wire.dtype, wire.shape):
                 return (
                     "bad_input",
-                    f"expected {self.dtype} of shape {self.shape}, got {tensor.dtype} of shape {tensor.shape}",
+                    f"expected {wire.dtype} of shape {wire.shape}, got {tensor.dtype} of shape {tensor.shape}",
                 )
         return "", ""
 

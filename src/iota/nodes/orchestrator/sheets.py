@@ -73,8 +73,8 @@ def link_upload(linker: Linker, mc: Machine, number: int, task: tasks.Upload) ->
 
 
 def link_shows(linker: Linker, mc: Machine, shows: tuple[tasks.Show, ...], payload: int) -> tuple[tasks.Show, ...]:
-    """`payload`: bytes of one boundary tensor. Snapshots are pinned to the committed digests, the rest to what the
-    books say there can be: an object without limit could fill the store, or a validator's memory."""
+    """`payload`: bytes of the larger boundary tensor. Snapshots are pinned to the committed digests, the rest to what
+    the books say there can be: an object without limit could fill the store, or a validator's memory."""
     return tuple(_link_show(linker, mc, show, payload) for show in shows)
 
 

@@ -22,6 +22,7 @@ from iota.core import manifest as chunks
 from iota.core.tasks import Audit, Audited, AuditSheet, Comparison
 from iota.core.values import Digest, sha256
 from iota.errors import IotaError
+from iota.model.boundary import reads_tokens
 from iota.nodes import evidence
 from iota.nodes.effects import Clock, Compute
 from iota.nodes.reducing import checkpoint_range, moments_merged, outer_of
@@ -29,7 +30,7 @@ from iota.nodes.validator import books
 from iota.nodes.validator.books import Contradiction
 from iota.nodes.validator.compare import badness, holds
 from iota.nodes.validator.jobs import Buffer, Compare, Compared, Replay, Replayed, Replayer, Shape
-from iota.nodes.validator.segment import build_replay, samples_needed
+from iota.nodes.validator.segment import build_replay, samples_of
 from iota.store.remote import Objects
 from iota.store.tokens import TokenReader
 
@@ -213,15 +214,12 @@ class _Case:
             books.check_inputs, transcript, begin, end, self._stage, shown, self._a._manifest.run, sheet.facts
         )
         operations = evidence.operations(transcript, task.start_step, task.stop_step, stage=self._stage, inputs=inputs)
-        tokens = {
-            sample: await self._a._tokens.batch_windows(sample)
-            for sample in samples_needed(operations, self._stage, self._a._stages)
-        }
+        samples = samples_of(operations) if reads_tokens(self._a._manifest.config, self._stage) else []
+        tokens = {sample: await self._a._tokens.batch_windows(sample) for sample in samples}
         return build_replay(
             operations,
             tokens,
             stage=self._stage,
-            stages=self._a._stages,
             load=sheet.load,
             t=t,
             start_step=task.start_step,
@@ -282,7 +280,7 @@ _NAMES = {
     "change": "the segment's change of weights",
     "m": "the first moment",
     "v": "the second moment",
-    "direction": "the direction of the moments, m / sqrt(v)",
+    "direction": "the direction of the moments (what the next step would do)",
 }
 
 

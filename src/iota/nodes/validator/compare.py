@@ -11,20 +11,11 @@ import numpy as np
 
 from iota.config.schema import AuditConfig
 from iota.core.tasks import Comparison
-from iota.core.values import Tensor
 
 RATIO_LIMIT = 1e9
 """Norm ratios are cut off here, so that every number of a verdict is finite."""
 LOSS_TOLERANCE = 0.01
 _BLOCK = 1 << 20
-
-
-def values_of(tensor: Tensor) -> np.ndarray:
-    """A float32 or bfloat16 tensor as a flat float32 array; bfloat16 is the upper half of a float32."""
-    if tensor.dtype == "float32":
-        return np.frombuffer(tensor.data, dtype="<f4")
-    assert tensor.dtype == "bfloat16", tensor.dtype
-    return (np.frombuffer(tensor.data, dtype="<u2").astype("<u4") << 16).view("<f4")
 
 
 def compare(

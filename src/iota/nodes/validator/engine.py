@@ -16,12 +16,14 @@ from iota.config.schema import RunConfig
 from iota.core.tasks import Comparison
 from iota.core.values import Tensor, sha256
 from iota.errors import IotaError
-from iota.model.codecs import pack, unpack
-from iota.model.layout import Layout, boundary_channels
+from iota.model.boundary import BACKWARD, FORWARD, boundary_tensor, reads_tokens
+from iota.model.layout import Layout
 from iota.model.llama import LlamaStage
+from iota.model.optim import direction
 from iota.model.trainer import StageTrainer
+from iota.model.wires import pack, unpack
 from iota.nodes.validator.books import state_digest
-from iota.nodes.validator.compare import compare, compare_loss, values_of
+from iota.nodes.validator.compare import compare, compare_loss
 from iota.nodes.validator.jobs import (
     NONE,
     Answer,
@@ -46,6 +48,7 @@ class Engine:
 
     def __init__(self, config: RunConfig, cuts: Sequence[tuple[int, int]], device: str, dtype: str) -> None:
         self.config, self.cuts, self.device, self.dtype = config, tuple(cuts), device, dtype
+        self._forward, self._backward = (boundary_tensor(config, way) for way in (FORWARD, BACKWARD))
         self._trainer: StageTrainer | None = None
         self._kept: dict[int, tuple[Operation, Tensor | None]] = {}
         self._boundary: list[Tensor] = []
@@ -107,29 +110,35 @@ class Engine:
                 compare("change", NONE, stop[0], ours[0], start[0]),
                 compare("m", NONE, stop[1], ours[1]),
                 compare("v", NONE, stop[2], ours[2]),
-                compare("direction", NONE, self._direction(stop[1], stop[2]), self._direction(ours[1], ours[2])),
+                compare("direction", NONE, self._direction(trainer, *stop[1:]), self._direction(trainer, *ours[1:])),
             ]
         return Replayed(differ=tuple(self._kept), equal=equal, t=state.t, comparisons=tuple(rows), problem="")
 
-    def _direction(self, m: np.ndarray, v: np.ndarray) -> np.ndarray:
-        """m / (sqrt(v) + eps): what the next step would do. A few forged tiny v poison every later step and hardly show
-        in v's own norm; here they stand out."""
-        with np.errstate(over="ignore", invalid="ignore"):
-            out: np.ndarray = np.sqrt(v)
-            out += np.float32(self.config.train.eps)
-            np.divide(m, out, out=out)
-        return out
+    def _direction(self, trainer: StageTrainer, m: np.ndarray, v: np.ndarray) -> np.ndarray:
+        """What the next step would do: a few forged tiny v poison every later step and hardly show in v's own norm;
+        here they stand out."""
+        return direction(self.config.train, trainer.layout, m, v, trainer.device)
 
     def _compare(self, command: Compare, buffers: Sequence[Buffer]) -> Compared:
         rows = []
         for place, shape, data in zip(command.places, command.tensors, buffers, strict=True):
             operation, ours = self._kept[place]
             theirs = Tensor(shape.dtype, shape.shape, data)
-            if ours is None or (theirs.dtype, theirs.shape) != (ours.dtype, ours.shape):
-                rows.append(Comparison(operation.op, operation.sample, 0.0, 0.0, False))
-            else:
-                rows.append(compare(operation.op, operation.sample, values_of(theirs), values_of(ours)))
+            rows.append(self._compared(operation, theirs, ours))
         return Compared(comparisons=tuple(rows))
+
+    def _compared(self, operation: Operation, theirs: Tensor, ours: Tensor | None) -> Comparison:
+        """By what a receiver computes with: packed formats are compared by their values, not by their bits."""
+        assert self._trainer is not None
+        activation = operation.op == "forward" and not self._trainer.last
+        wire = self._forward if activation else self._backward
+        if ours is not None:
+            try:
+                values = [unpack(t, wire, torch.device("cpu"), "output").numpy().reshape(-1) for t in (theirs, ours)]
+                return compare(operation.op, operation.sample, *values)
+            except IotaError:  # no receiver could have used it
+                pass
+        return Comparison(operation.op, operation.sample, 0.0, 0.0, False)
 
     # ---------------------------------------------------------------------------------------------------- held out
 
@@ -138,30 +147,28 @@ class Engine:
         module = self._forward_only(stage, buffers[0])
         sequence, batch = self.config.model.sequence, self.config.train.batch
         tokens = None
-        if first or last:
+        if reads_tokens(self.config, stage):
             tokens = torch.tensor(np.frombuffer(buffers[1], dtype="<i8").reshape(command.windows, sequence + 1))
         before, self._boundary = self._boundary, []
         total = 0.0
         for number, at in enumerate(range(0, command.windows, batch)):
             window = None if tokens is None else tokens[at : at + batch].to(self.device)
             with torch.no_grad():
-                hidden = module(self._input(stage, window, before, number), None)
+                ids = None if window is None else window[:, :-1].contiguous()
+                hidden = module(ids if first else self._received(before, number), ids)
                 if last:
                     assert window is not None
                     losses = F.cross_entropy(hidden.float().flatten(0, 1), window[:, 1:].reshape(-1), reduction="none")
                     total += losses.double().sum().item()
                 else:
-                    self._boundary.append(pack(hidden, self.config.stages.wire_dtype))
+                    self._boundary.append(pack(hidden, self._forward))
         return MeasuredStage(loss=total, tokens=command.windows * sequence if last else 0)
 
-    def _input(self, stage: int, window: torch.Tensor | None, before: list[Tensor], number: int) -> torch.Tensor:
-        if stage == 0:
-            assert window is not None
-            return window[:, :-1].contiguous()
+    def _received(self, before: list[Tensor], number: int) -> torch.Tensor:
         tensor = before[number]
         before[number] = Tensor(tensor.dtype, (0,), b"")  # freed as it is consumed
-        shape = (tensor.shape[0], tensor.shape[1], boundary_channels(self.config))
-        return unpack(tensor, self.config.stages.wire_dtype, shape, torch.device(self.device), "boundary")
+        wire = self._forward.at(tensor.shape[0], tensor.shape[1])
+        return unpack(tensor, wire, torch.device(self.device), "boundary")
 
     def _forward_only(self, stage: int, weights: Buffer) -> LlamaStage:
         """The stage without gradients, moments or optimizer, in float32: measured losses do not depend on who
@@ -203,12 +210,12 @@ def _perform(
     if operation.op == "forward":
         assert ids is not None, "the last stage's labels are the validator's own"
         labels = tokens(operation.ids + 1)
-        out, loss = trainer.forward_loss(operation.sample, x, ids if trainer.first else None, labels)
+        out, loss = trainer.forward_loss(operation.sample, x, ids if trainer.reads_ids else None, labels)
     else:
         gradient = tensor(operation.grad)
         assert operation.op == "backward" and gradient is not None, operation
         same = operation.sample in trainer.held() and held.get(operation.sample) == (operation.x, operation.ids)
-        out, _ = trainer.backward(operation.sample, gradient, None if same else x, None if same or x else ids)
+        out, _ = trainer.backward(operation.sample, gradient, *((None, None) if same else (x, ids)))
     if operation.accepted:
         trainer.accept()
     else:

@@ -10,6 +10,7 @@ from iota.config.schema import Manifest
 from iota.core.tasks import Heldout, Measured
 from iota.core.values import CheckpointSheet
 from iota.errors import IotaError
+from iota.model.boundary import reads_tokens
 from iota.nodes.effects import Clock
 from iota.nodes.reducing import checkpoint_range
 from iota.nodes.validator.jobs import Buffer, Measure, MeasuredStage, Replayer
@@ -40,7 +41,7 @@ async def measure_heldout(
         size = sheet.checkpoint.parameters
         weights = await checkpoint_range(sheet.checkpoint, sheet.urls, "weights", 0, size, objects)
         buffers: list[Buffer] = [memoryview(weights.data).cast("B")]
-        if stage in (0, stages - 1):
+        if reads_tokens(manifest.config, stage):
             buffers.append(memoryview(windows.data).cast("B"))
         limit = max(manifest.config.audit.audit_limit - (clock.now() - started), 1.0)
         reply = await replayer.ask(Measure(stage=stage, windows=len(windows)), buffers, limit)

@@ -16,10 +16,8 @@ Tokens = Mapping[int, tuple[np.ndarray, np.ndarray]]
 """Sample to its ids and labels, int64 [batch, T]."""
 
 
-def samples_needed(operations: list[evidence.Operation], stage: int, stages: int) -> list[int]:
-    """Samples whose ids or labels the replay needs: all passes of the first and of the last stage."""
-    if 0 < stage < stages - 1:
-        return []
+def samples_of(operations: list[evidence.Operation]) -> list[int]:
+    """Samples that pass in these operations."""
     return sorted({op.entry.sample for op in operations if op.entry.op in evidence.PASSES})
 
 
@@ -58,13 +56,13 @@ def build_replay(
     tokens: Tokens,
     *,
     stage: int,
-    stages: int,
     load: Load,
     t: int,
     start_step: int,
     stop_digest: Digest,
 ) -> tuple[Replay, list[Buffer]]:
-    """The command without its six state buffers, and the buffers of its tensors. `t` is Adam's step count at the start.
+    """The command without its six state buffers, and the buffers of its tensors. `tokens`: of every sample that passes,
+    or empty when the stage reads none. `t` is Adam's step count at the start.
 
     The learning rate goes by local step: the rate of the segment's first step is that of step `start_step` + 1 of the
     epoch, so the tokens of the steps before are added.
@@ -76,7 +74,7 @@ def build_replay(
         x = grad = ids = NONE
         if entry.op in evidence.PASSES:
             x, grad = buffers.tensor(op.x), buffers.tensor(op.gradient)
-            if stage == 0 or stage == stages - 1:
+            if tokens:
                 ids = buffers.tokens(entry.sample, *tokens[entry.sample])
         rows.append(Operation(entry.op, entry.sample, not op.dropped, x, ids, grad, entry.out, entry.loss))
     command = Replay(
