@@ -393,9 +393,9 @@ class Swarm:
     async def _paused_until(self, back):
         """Nobody trains while one is missing: the other of its stage would make twice the steps a token, and the loss
         would say more of that than of what was lost. (What a phase does about a death is over by then.)"""
-        await self.order("pause", lambda s: s["phase"] == "paused")
+        await self.order("pause", lambda s: s["paused"])
         await self.until("the victim to come back", back)
-        await self.order("resume", lambda s: s["phase"] != "paused")
+        await self.order("resume", lambda s: not s["paused"])
 
     async def order(self, command, done):
         """An operator's order, again until the status shows it."""

@@ -45,8 +45,8 @@ FROZEN = {
     ],
     "bench curve": ["RUN.toml", "--set", "--tokens", "--miners", "--json"],
     "lab fig5": [
-        *"--cells --seeds --jobs --minutes --text --device --dtype --results --work".split(),
-        *"--quick --list --report --overhead --json".split(),
+        *["--cells", "--seeds", "--jobs", "--minutes", "--text", "--device", "--dtype", "--results", "--work"],
+        *["--quick", "--list", "--report", "--overhead", "--json"],
     ],
 }
 

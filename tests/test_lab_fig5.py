@@ -413,7 +413,6 @@ def test_kill_and_resume_of_the_real_command(tmp_path):
         time.sleep(0.02)
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
-    time.sleep(1.0)
     subprocess.run(command("cut"), check=True, timeout=600)
     for spec in jobs([QUICK], [0]):
         assert outcome(tmp_path / "cut" / "r", spec) == outcome(tmp_path / "whole" / "r", spec)
@@ -423,6 +422,7 @@ def test_jobs_show_how_far_they_are(tmp_path, tokens, monkeypatch):
     monkeypatch.setattr("iota.lab.fig5_worker.SHOW_SECONDS", 0.0)
     spec = tiny(steps=2)
     place = Place(tmp_path / "w", tmp_path, CORPUS, "cpu", "")
+    place.state(spec).parent.mkdir(parents=True)
     job = Job(order(spec, tmp_path, tokens, 0), open_tokens(CORPUS, tokens), [])
     job.state_path = place.state(spec)
     assert job.run(threading.Event())

@@ -34,11 +34,13 @@ TOPK_WIDTH = 2**16
 @dataclass(frozen=True)
 class CodecSpec:
     """`narrow`: `stages.channels` says how many channels (else the model's width). `ids`: both sides also read the
-    sample's token ids, which a stage fetches itself. `forward`, `backward`: the wire format of either direction ("":
-    `stages.wire_dtype`). `stochastic`: integers of the gradient are rounded stochastically, without bias."""
+    sample's token ids, which a stage fetches itself. `rank`: of the receiver's factorised id embedding (0: none).
+    `forward`, `backward`: the wire format of either direction ("": `stages.wire_dtype`). `stochastic`: integers of the
+    gradient are rounded stochastically, without bias."""
 
     narrow: bool
     ids: bool = False
+    rank: int = 0
     forward: str = ""
     backward: str = ""
     stochastic: bool = False
@@ -50,9 +52,10 @@ CODECS = {
     "topk": CodecSpec(narrow=False, forward=TOPK, backward=TOPK),
     "bottleneck": CodecSpec(narrow=True),
     "resbm": CodecSpec(narrow=True),
-    "resbm+ids": CodecSpec(narrow=True, ids=True),
+    "resbm+ids": CodecSpec(narrow=True, ids=True, rank=16),
     "resbm4": CodecSpec(narrow=True, forward="int4", backward="int4", stochastic=True),
-    "resbm4+ids": CodecSpec(narrow=True, ids=True, forward="int4", backward="int4", stochastic=True),
+    "resbm4+ids": CodecSpec(narrow=True, ids=True, rank=16, forward="int4", backward="int4", stochastic=True),
+    "direct4+ids": CodecSpec(narrow=True, ids=True, rank=64, forward="int4", backward="int4", stochastic=True),
     "subspace": CodecSpec(narrow=True, ids=True),
 }
 

@@ -1,7 +1,7 @@
 """What a codec costs beside the stage it serves: time and parameters, for the paper's 1.5B preset.
 
 Time: CPU seconds of one thread on this machine (which other work disturbs little) of one block and of both halves of
-the codec at the preset's width, forward and backward in bfloat16 autocast, with packing and unpacking both ways; the
+the codec at the preset's width, forward and backward in float32, with packing and unpacking both ways; the
 middle stage has as many blocks as the preset's cut gives it. A middle stage holds a decoder and an encoder, so it bears
 the whole of one codec: the largest share of any stage. Parameters: counted, of the same stage.
 """
@@ -90,8 +90,7 @@ def _block(stage: LlamaStage, hidden: torch.Tensor) -> Callable[[], None]:
 
     def work() -> None:
         x = hidden.clone().requires_grad_(True)
-        with torch.autocast("cpu", torch.bfloat16):
-            out = block(x, stage.cos[:TOKENS], stage.sin[:TOKENS])
+        out = block(x, stage.cos[:TOKENS], stage.sin[:TOKENS])
         torch.autograd.backward((out,), (hidden,))
 
     return work
@@ -105,15 +104,13 @@ def _codec(config: RunConfig, stage: LlamaStage, hidden: torch.Tensor, ids: torc
 
     def work() -> None:
         x = hidden.clone().requires_grad_(True)
-        with torch.autocast("cpu", torch.bfloat16):
-            encoded = encoder.encode(x, ids)  # type: ignore[operator]
+        encoded = encoder.encode(x, ids)  # type: ignore[operator]
         received = unpack(pack(encoded, there), there, cpu, "forward").requires_grad_(True)
-        with torch.autocast("cpu", torch.bfloat16):
-            decoded, skip = decoder.decode(received, ids)  # type: ignore[operator]
+        decoded, skip = decoder.decode(received, ids)  # type: ignore[operator]
         gradients = (hidden, torch.ones_like(skip)) if skip is not None else (hidden,)
         torch.autograd.backward((decoded, skip) if skip is not None else (decoded,), gradients)
         assert received.grad is not None
         gradient = unpack(pack(received.grad, back, key), back, cpu, "backward")
-        torch.autograd.backward((encoded,), (gradient.to(encoded.dtype),))
+        torch.autograd.backward((encoded,), (gradient,))
 
     return work

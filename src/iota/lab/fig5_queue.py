@@ -171,8 +171,8 @@ class Queue:
         name, code = child.spec.name, child.process.returncode
         if code == 0 and self._finished(child.spec):
             self.outcome.done.append(name)
-            for path in (child.log_path, child.log_path.with_suffix(".step")):
-                path.unlink(missing_ok=True)
+            for ending in (".log", ".step", ".lock"):
+                child.log_path.with_suffix(ending).unlink(missing_ok=True)
         elif code == STOPPED:
             self.outcome.left.append(name)
         else:

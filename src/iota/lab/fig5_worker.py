@@ -8,6 +8,7 @@ happens when the queue is gone: it then writes a checkpoint and exits with 3.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import sys
 import threading
@@ -69,11 +70,13 @@ def run(order: Order, stop: threading.Event) -> bool:
     lie at its place, IotaError for a damaged checkpoint or cache."""
     torch.set_num_threads(1)
     tokens = open_tokens(order.corpus, Path(order.tokens))
-    kept = Results(Path(order.rows))
-    kept.check(order.spec, tokens.digest)
-    if kept.end is not None:
-        return True
-    return Job(order, tokens, kept.rows).run(stop)
+    place = Path(order.state).with_suffix(".lock")
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with place.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the process of a queue that was killed may still write its checkpoint
+        kept = Results(Path(order.rows))
+        kept.check(order.spec, tokens.digest)
+        return kept.end is not None or Job(order, tokens, kept.rows).run(stop)
 
 
 class Job:
@@ -161,7 +164,6 @@ class Job:
     def _save(self) -> None:
         begin = time.monotonic()
         self.trainer.progress.rows = len(self.rows)
-        self.state_path.parent.mkdir(parents=True, exist_ok=True)
         self.trainer.save(self.state_path, self.tokens.digest)
         self._saved = time.monotonic()
         self._pause = max(CHECKPOINT_SECONDS, CHECKPOINT_SHARE * (self._saved - begin))

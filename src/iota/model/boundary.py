@@ -37,7 +37,6 @@ __all__ = [
     "ENCODER",
     "FLOATS",
     "FORWARD",
-    "IDS_RANK",
     "PAIR_BYTES",
     "SCALE_BYTES",
     "TOPK",
@@ -57,8 +56,6 @@ __all__ = [
     "stream_width",
 ]
 
-IDS_RANK = 16
-"""Rank R of a receiver's factorised token embedding: V x R numbers looked up, R x D that lift them."""
 LOOKED_UP = ".ids.tokens.weight"
 """Ending of the tensors that are looked up by token id, not multiplied."""
 
@@ -80,9 +77,9 @@ def codec_shapes(config: RunConfig, boundary: int, side: str) -> dict[str, tuple
             shapes["encoder_in.weight"], shapes["encoder_out.weight"] = (inner, width), (channels, inner)
         else:
             shapes["decoder_in.weight"], shapes["decoder_out.weight"] = (inner, channels), (width, inner)
-            if codec_spec(config).ids:
-                shapes["ids.tokens.weight"] = (config.model.vocabulary, IDS_RANK)
-                shapes["ids.lift.weight"] = (width, IDS_RANK)
+    rank = codec_spec(config).rank
+    if rank and side == DECODER:
+        shapes["ids.tokens.weight"], shapes["ids.lift.weight"] = (config.model.vocabulary, rank), (width, rank)
     return {f"boundaries.{boundary}.{name}": shape for name, shape in shapes.items()}
 
 

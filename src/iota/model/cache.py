@@ -34,8 +34,8 @@ class Past(Protocol):
 class KeyValueCache:
     """A `Past` of at most `model.sequence` positions, every row of the batch at the same one.
 
-    Call `begin` before each forward pass through all stages. After a pass that failed half way, throw it away. Holds
-    2 * blocks * B * model.sequence * G * E values.
+    Call `begin` before each forward pass through all stages, on the CPU. After a pass that failed half way, throw it
+    away. Holds 2 * blocks * B * model.sequence * G * E values.
     """
 
     def __init__(self, model: ModelConfig) -> None:
@@ -45,13 +45,13 @@ class KeyValueCache:
         self.positions = torch.empty(0, dtype=torch.int64)
         self.mask: torch.Tensor | None = None
 
-    def begin(self, new: int, device: torch.device | None = None) -> None:
+    def begin(self, new: int) -> None:
         """The next `new` positions follow; `length`, the positions held, counts them from now on."""
         assert 0 < new <= self._limit - self.length, (new, self.length, self._limit)
         self._start, self.length = self.length, self.length + new
-        self.positions = torch.arange(self._start, self.length, device=device)
+        self.positions = torch.arange(self._start, self.length)
         several = self._start > 0 and new > 1
-        self.mask = self.positions[:, None] >= torch.arange(self.length, device=device) if several else None
+        self.mask = self.positions[:, None] >= torch.arange(self.length) if several else None
 
     def extend(self, block: int, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Past.extend`."""

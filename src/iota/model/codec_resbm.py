@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from iota.config.schema import RunConfig
-from iota.model.boundary import ENCODER, IDS_RANK, codec_spec, mlp_width
+from iota.model.boundary import ENCODER, codec_spec, mlp_width
 from iota.model.codec_base import Codec, IdEmbedding, Projection
 
 
@@ -28,8 +28,8 @@ class ResidualBottleneck(Codec):
             self.encoder_in, self.encoder_out = Projection(width, inner), Projection(inner, self.channels)
         else:
             self.decoder_in, self.decoder_out = Projection(self.channels, inner), Projection(inner, width)
-            ids = codec_spec(config).ids
-            self.ids = IdEmbedding(config.model.vocabulary, IDS_RANK, width) if ids else None
+            rank = codec_spec(config).rank
+            self.ids = IdEmbedding(config.model.vocabulary, rank, width) if rank else None
 
     def encode(self, hidden: torch.Tensor, ids: torch.Tensor | None) -> torch.Tensor:
         normed = F.rms_norm(hidden, hidden.shape[-1:], eps=self.eps)

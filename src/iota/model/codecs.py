@@ -12,6 +12,7 @@ import torch
 from iota.config.schema import RunConfig
 from iota.model.boundary import ENCODER, codec_spec
 from iota.model.codec_base import Codec, Projection
+from iota.model.codec_direct import Direct
 from iota.model.codec_resbm import ResidualBottleneck
 from iota.model.codec_subspace import Subspace
 
@@ -60,6 +61,7 @@ _CODECS: dict[str, type[Codec]] = {
     "resbm+ids": ResidualBottleneck,
     "resbm4": ResidualBottleneck,
     "resbm4+ids": ResidualBottleneck,
+    "direct4+ids": Direct,
     "subspace": Subspace,
 }
 

@@ -24,10 +24,10 @@ from iota.model.boundary import (
     DECODER,
     ENCODER,
     FLOATS,
-    IDS_RANK,
     TOPK_WIDTH,
     channels_fit,
     codec_shapes,
+    codec_spec,
     indices_fit,
     stream_width,
 )
@@ -159,13 +159,16 @@ def init_std(config: RunConfig, name: str) -> float:
 
 def _codec_std(config: RunConfig, name: str) -> float:
     """Of a codec's tensor: its output projections begin small, its inner ones keep the size of what they read, an id
-    embedding begins as large as the embedding."""
+    embedding begins as large as the embedding, with small numbers a token and a large lift: a step of the optimizer on
+    a token's numbers then moves its embedding most."""
     part = name.split(".", 2)[2]
     if part in ("encoder_out.weight", "decoder_out.weight"):
         return INIT_STD / math.sqrt(2 * config.model.blocks)
     if part == "decoder_in.weight":
         return 1 / math.sqrt(config.stages.channels)
-    return 1 / math.sqrt(IDS_RANK) if part == "ids.lift.weight" else INIT_STD
+    if part == "ids.tokens.weight":
+        return INIT_STD / math.sqrt(codec_spec(config).rank)
+    return 1.0 if part == "ids.lift.weight" else INIT_STD
 
 
 def draw_tensor(config: RunConfig, seed: int, name: str, shape: tuple[int, ...]) -> np.ndarray:
