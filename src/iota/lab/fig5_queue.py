@@ -6,6 +6,7 @@ process asks, and also when this process is gone however it ended.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import subprocess
@@ -154,8 +155,9 @@ class Queue:
             start_new_session=True,  # Ctrl-C at the terminal reaches this process alone, which then asks the children
         )
         assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(self.place.order(spec)) + b"\n")
-        process.stdin.flush()
+        with contextlib.suppress(BrokenPipeError):  # it ended at once; its log says why
+            process.stdin.write(msgspec.json.encode(self.place.order(spec)) + b"\n")
+            process.stdin.flush()
         return _Child(spec, process, log, path)
 
     def _reap(self) -> None:

@@ -35,6 +35,8 @@ from iota.model.boundary import (
 INIT_STD = 0.02
 FIXED_NAME = "fixed_embedding"
 """The drawn, never trained token embedding of codec `subspace`."""
+FIXED_STD = 0.1
+"""About as large as a trained embedding becomes within some hundred steps: beside it what blocks write stays small."""
 
 
 def ffn_width(model: ModelConfig) -> int:
@@ -152,6 +154,8 @@ def init_std(config: RunConfig, name: str) -> float:
         return min(INIT_STD, 2.0 / model.width)
     if name.endswith((".attention.o.weight", ".ffn.down.weight")):
         return INIT_STD / math.sqrt(2 * model.blocks)
+    if name == FIXED_NAME:
+        return FIXED_STD
     if name.startswith("boundaries."):
         return _codec_std(config, name)
     return INIT_STD

@@ -219,7 +219,7 @@ def import_run(folder: Path, run_file: Path, settings: Sequence[str]) -> tuple[R
     open_tokenizer(checked.data, checked.model.vocabulary)
     for stage, cut in enumerate(cut_blocks(checked)):
         start.weights(checked, stage, cut)
-    head = f"# A run that begins with the weights in {folder}. Written by `iota import`.\n\n"
+    head = f"# A run that begins with the weights in {str(folder)!r}. Written by `iota import`.\n\n"
     write_atomic(run_file, [(head + save_run(config)).encode()])
     return config, start.notes(checked)
 
