@@ -12,6 +12,7 @@ from iota.core import queries, tasks
 from iota.core.machine import auditing
 from iota.core.machine import events as ev
 from iota.core.machine.state import AuditRecord, Facts
+from iota.core.payload import FORWARD, boundary_tensor
 from iota.core.values import Cut, Tensor
 from iota.net.memory import MemoryNetwork
 from iota.net.peer import Caller, PeerRefused
@@ -222,8 +223,8 @@ class Talker:
         return await self.turn(tasks.Loaded(task=self.task.task, root=root, seconds=0.1))
 
     def tensor(self, fill=0):
-        relay = self.hub.node.relay
-        return Tensor(relay.dtype, relay.shape, bytes([fill]) * relay.payload)
+        wire = boundary_tensor(self.hub.node.config, FORWARD)
+        return Tensor(wire.dtype, wire.shape, bytes([fill]) * wire.nbytes)
 
     def passed(self, tensor, inp=""):
         return tasks.Passed(
@@ -310,7 +311,7 @@ async def test_evidence_links_hold_what_was_committed_and_no_more():
     links = {name: check_link(ORCHESTRATOR.key, "PUT", url, NOW) for name, url in urls.items()}
     stop = links.pop("stop_url")
     assert stop.sha256 == "1" * 64 and stop.length == 8 + 12 * mc.parameters[0]
-    payload = hub.node.relay.payload
+    payload = hub.node.relay.largest
     assert set(links) == {"transcript_url", "inputs_url", "outputs_url"}
     assert all(payload < link.max_length < 600 * (payload + 20_000) for link in links.values())
 

@@ -106,9 +106,7 @@ async def test_cancelling_a_command_ends_the_child():
 def test_commands_survive_the_pipe():
     case = Case()
     setup = Setup(config=case.config, cuts=case.cuts, device="cpu", dtype="float32", memory=5)
-    command, buffers = build_replay(
-        [], {}, stage=0, load=Miner(case, 0).load, t=4, start_step=2, stop_digest="a" * 64
-    )
+    command, buffers = build_replay([], {}, stage=0, load=Miner(case, 0).load, t=4, start_step=2, stop_digest="a" * 64)
     assert buffers == [] and command.t == 4 and command.tokens == 2 * 64
     for frame in (Frame(setup, ()), Frame(command, (1, 2))):
         assert msgspec.msgpack.decode(msgspec.msgpack.encode(frame), type=Frame) == frame

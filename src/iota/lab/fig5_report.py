@@ -1,4 +1,4 @@
-"""From finished jobs to the rows of `lab/results/fig5.json`: paired gaps, their slopes, interactions.
+"""From finished jobs to the rows of the report of `iota lab fig5`: paired gaps, their slopes, interactions.
 
 Only jobs that ended count. Everything is paired: a job is held against the baseline of the same model, data, tokens and
 seed, window by window the same held-out text.
