@@ -14,6 +14,7 @@ import time
 import msgspec
 import numpy as np
 import pytest
+import torch
 
 from iota.cli.main import main
 from iota.errors import ConfigError, IotaError
@@ -25,6 +26,7 @@ from iota.lab.fig5_grid import CELLS, QUICK, jobs
 from iota.lab.fig5_queue import Place, Queue
 from iota.lab.fig5_rows import Results, read_rows, write_rows
 from iota.lab.fig5_spec import Corpus, Spec, check_spec, fields, run_config, token_bytes
+from iota.lab.fig5_stages import Bypass
 from iota.lab.fig5_text import assemble, text
 from iota.lab.fig5_train import Trainer
 from iota.lab.fig5_worker import Job, Order, run
@@ -175,6 +177,17 @@ def test_controls_have_the_parameters_they_promise(tokens):
     there = flat.layout.views(flat.state().weights)["boundaries.0.bypass_encoder.down.weight"]
     encoder = narrow.lines[0].stages[0]
     assert np.array_equal(there, encoder.layout.views(encoder.state().weights)["boundaries.0.down.weight"])
+
+
+@pytest.mark.parametrize("codec", ["bottleneck", "resbm+ids", "resbm4", "direct4+ids"])
+def test_an_untrained_bypass_changes_nothing(codec):
+    config = run_config(tiny(codec=codec, channels=4))
+    bypass = Bypass(config, 0)
+    for parameter in bypass.parameters():
+        torch.nn.init.zeros_(parameter)
+    received, ids = torch.randn(2, 8, config.model.width), torch.zeros((2, 8), dtype=torch.int64)
+    hidden, skip = bypass.decode(received, ids)
+    assert torch.equal(hidden, received) and (skip is None or not skip.any())
 
 
 def test_bytes_are_those_that_crossed(tokens):

@@ -1,6 +1,8 @@
 """StageTrainer: what a pass leaves behind, recomputation, refusals, and the optimizer's numbers."""
 
 import hashlib
+import subprocess
+import sys
 
 import msgspec
 import numpy as np
@@ -360,3 +362,32 @@ def test_an_exploded_gradient_does_not_reach_the_weights():
 def test_an_unknown_dtype_is_refused():
     with pytest.raises(IotaError, match="float16"):
         StageTrainer(run_config(), 0, (0, 1), "cpu", "float16")
+
+
+LIGHT = """
+import sys
+from iota.config.schema import RunConfig, TrainConfig
+from iota.model.layout import initial_state
+from iota.model.partition import cut_blocks
+from iota.model.trainer import StageTrainer
+import numpy as np
+
+for optimizer in ("adamw", "muon"):
+    config = RunConfig(name="t", train=TrainConfig(batch=1, optimizer=optimizer))
+    for dtype in ("float32", "bfloat16"):
+        cut = cut_blocks(config)[0]
+        trainer = StageTrainer(config, 0, cut, "cpu", dtype)
+        trainer.load(initial_state(config, 0, cut, 0), None, None, 0, 0, 1)
+        out = trainer.forward(0, None, np.zeros((1, config.model.sequence), dtype=np.int64))
+        trainer.backward(0, out)
+        trainer.accept()
+        trainer.step()
+heavy = {"torch._dynamo", "torch._inductor"} & set(sys.modules)
+assert not heavy, heavy
+"""
+
+
+def test_training_does_not_load_the_compiler():
+    """It takes seconds in every miner and validator, between joining and the first word."""
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-800:]

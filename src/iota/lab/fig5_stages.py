@@ -10,6 +10,7 @@ import re
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from iota.config.schema import RunConfig
@@ -24,7 +25,10 @@ from iota.model.trainer import StageTrainer
 
 
 class Bypass(nn.Module):
-    """Control c1: both halves of a codec beside an uncompressed stream. The encoder's tensors lie with the receiver."""
+    """Control c1: both halves of a codec beside an uncompressed stream. The encoder's tensors lie with the receiver.
+
+    Every narrow codec has a path on which the first K channels pass as they are (the paper's joins after the attention,
+    the others' at once). The uncompressed stream takes its place: added too, it would double these channels."""
 
     def __init__(self, config: RunConfig, boundary: int) -> None:
         super().__init__()
@@ -32,9 +36,13 @@ class Bypass(nn.Module):
         self.bypass_decoder = build_codec(config, boundary, DECODER)
 
     def decode(self, received: torch.Tensor, ids: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """What crossed, plus what the codec makes of it."""
-        hidden, skip = self.bypass_decoder.decode(self.bypass_encoder.encode(received, ids), ids)
-        return received + hidden, skip
+        """What crossed, plus what the codec's modules make of it."""
+        values = self.bypass_encoder.encode(received, ids)
+        hidden, skip = self.bypass_decoder.decode(values, ids)
+        path = received[..., : values.shape[-1]]
+        if skip is not None:
+            return received + hidden, skip - path
+        return received + hidden - F.pad(path, (0, received.shape[-1] - path.shape[-1])), None
 
 
 class Ids(nn.Module):

@@ -16,9 +16,11 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch.optim.adamw import adamw
 
 from iota.config.schema import TrainConfig
 from iota.model.layout import Layout
@@ -87,9 +89,23 @@ def muon_scale(shape: tuple[int, ...]) -> float:
     return 0.2 * math.sqrt(max(shape))
 
 
+@dataclass(frozen=True)
+class _Run:
+    """A stretch of the flat order that AdamW steps: views, and Adam's count as torch keeps it."""
+
+    weights: torch.Tensor
+    m: torch.Tensor
+    v: torch.Tensor
+    step: torch.Tensor
+    part: slice
+    decayed: bool
+
+
 class FlatOptimizer:
     """AdamW, or Muon beside AdamW, over flat float32 buffers `weights`, `m`, `v` in the order of `layout`. The buffers
-    stay the caller's and are changed in place. Weight decay is decoupled and spares what `layout` does not decay."""
+    stay the caller's and are changed in place. Weight decay is decoupled and spares what `layout` does not decay.
+
+    By torch's functional AdamW: the optimizer class loads the compiler at its first use, seconds in every process."""
 
     def __init__(
         self, train: TrainConfig, layout: Layout, weights: torch.Tensor, m: torch.Tensor, v: torch.Tensor
@@ -100,38 +116,43 @@ class FlatOptimizer:
         self._matrices = [(name, values[name], momenta[name]) for name in names]
         runs = adamw_runs(layout, names)
         assert runs, "every stage has norms, and they are AdamW's"
-        self._slices = [slice(start, stop) for start, stop, _ in runs]
-        self._regions = [weights[part] for part in self._slices]
-        groups = [
-            {"params": [region], "weight_decay": train.weight_decay if decayed else 0.0}
-            for region, (_, _, decayed) in zip(self._regions, runs, strict=True)
+        parts = [(slice(start, stop), decayed) for start, stop, decayed in runs]
+        self._runs = [
+            _Run(weights[part], m[part], v[part], torch.zeros((), device=weights.device), part, decayed)
+            for part, decayed in parts
         ]
-        self._adamw = torch.optim.AdamW(
-            groups, lr=train.lr, betas=(train.beta1, train.beta2), eps=train.eps, fused=True
-        )
-        for part, region in zip(self._slices, self._regions, strict=True):
-            self._adamw.state[region] = {
-                "step": torch.zeros((), dtype=torch.float32, device=weights.device),
-                "exp_avg": m[part],
-                "exp_avg_sq": v[part],
-            }
 
     @property
     def t(self) -> int:
         """Adam's step count, as the next step will see it before advancing. Muon has none."""
-        return int(self._adamw.state[self._regions[0]]["step"].item())
+        return int(self._runs[0].step.item())
 
     @t.setter
     def t(self, value: int) -> None:
-        for region in self._regions:
-            self._adamw.state[region]["step"].fill_(value)
+        for run in self._runs:
+            run.step.fill_(value)
 
     def step(self, gradient: torch.Tensor, lr: float) -> None:
         """One step on the flat gradient (float32, same length as the weights); advances `t`."""
-        for group, part, region in zip(self._adamw.param_groups, self._slices, self._regions, strict=True):
-            group["lr"] = lr
-            region.grad = gradient[part]
-        self._adamw.step()
+        train = self._train
+        for decayed in (True, False):
+            runs = [run for run in self._runs if run.decayed == decayed]
+            adamw(
+                [run.weights for run in runs],
+                [gradient[run.part] for run in runs],
+                [run.m for run in runs],
+                [run.v for run in runs],
+                [],
+                [run.step for run in runs],
+                fused=True,
+                amsgrad=False,
+                beta1=train.beta1,
+                beta2=train.beta2,
+                lr=lr,
+                weight_decay=train.weight_decay if decayed else 0.0,
+                eps=train.eps,
+                maximize=False,
+            )
         gradients = self._layout.views(gradient)
         for name, weight, momentum in self._matrices:
             self._step_matrix(weight, momentum, gradients[name], lr)
