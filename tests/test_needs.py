@@ -73,6 +73,14 @@ def test_bfloat16_passes_keep_copies_of_the_weights_and_muon_wants_room():
     assert muon.workspace == 16 * 32 * config.model.ffn
 
 
+def test_a_subspace_stage_holds_the_fixed_channels_of_every_token():
+    config = changed(TINY, "stages", codec="subspace", channels=8)
+    for stage in range(3):
+        need = memory_need(config, stage, (stage, stage + 1))
+        assert need.tables == 4 * 256 * (32 - 8)
+        assert need.resident == 5 * need.parameters + need.tables
+
+
 def test_disk_by_hand():
     config = changed(TINY, "merge", min_batches=8)  # steps 16 at twice B_min; segment_steps 4, segments_per_epoch 4
     snapshot = 12 * count_parameters(config, 1, CUT)

@@ -146,8 +146,8 @@ def _plan(plan: Plan) -> Iterator[str]:
 
 def _memory(plan: Plan) -> Iterator[str]:
     """Memory of each stage, by purpose."""
-    purposes = ("parameters", "gradients", "moments", "workspace", "activations", "casts", "program", "base", "upload",
-                "others", "results", "scratch", "copies")  # fmt: skip
+    purposes = ("parameters", "gradients", "moments", "tables", "workspace", "activations", "casts", "program", "base",
+                "upload", "others", "results", "scratch", "copies")  # fmt: skip
     columns: list[tuple[str, MemoryNeed]] = []
     for row in plan.stages:
         columns += [(f"stage {row.stage}", row.memory)] if row.memory else []

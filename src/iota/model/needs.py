@@ -28,7 +28,8 @@ SNAPSHOT_PARTS = 3
 class MemoryNeed(msgspec.Struct, frozen=True):
     """Bytes by purpose. `separate`: the device that computes has memory of its own; else all lie in main memory.
 
-    On the device: `parameters`, `gradients` (scratch and accumulator), `moments`, `workspace` (of the optimizer),
+    On the device: `parameters`, `gradients` (scratch and accumulator), `moments`, `tables` (of `subspace`: the fixed
+    channels of every token's embedding, in every stage), `workspace` (of the optimizer),
     `activations` (of the passes between forward and backward), `casts` (bfloat16 copies of weights that these keep).
     In main memory: `program`; `base` (the epoch's common state: weights, outer momentum, moments); at the merge
     `upload` (the own one), `others` (what is read of other members for one shard), `results` (own shards' new state),
@@ -40,6 +41,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     parameters: int
     gradients: int
     moments: int
+    tables: int
     workspace: int
     activations: int
     casts: int
@@ -54,7 +56,7 @@ class MemoryNeed(msgspec.Struct, frozen=True):
     @property
     def resident(self) -> int:
         """On the device all the time."""
-        return self.parameters + self.gradients + self.moments
+        return self.parameters + self.gradients + self.moments + self.tables
 
     @property
     def passes(self) -> int:
@@ -147,6 +149,7 @@ def memory_need(
         parameters=p,
         gradients=2 * p,
         moments=2 * p,
+        tables=FLOAT * model.vocabulary * (model.width - stream_width(config)),
         workspace=4 * FLOAT * model.width * ffn_width(model) if config.train.optimizer == "muon" else 0,
         activations=FLOAT * tokens * (held * pass_floats(config, stage, cut) + backward),
         casts=held * (p - embedding) // 2 if cast else 0,
