@@ -55,7 +55,7 @@ def test_the_mlps_begin_small_and_count():
     assert 0 < float((whole - bare).detach().norm()) < 0.7 * float(bare.detach().norm())
     out, _ = parts[1].decode(bare, None)
     projected, _ = plain[1].decode(bare, None)
-    assert 0 < float((out - projected).norm()) < 0.7 * float(projected.norm())
+    assert 0 < float((out - projected).detach().norm()) < 0.7 * float(projected.detach().norm())
 
 
 @pytest.mark.parametrize("codec", ["resbm+ids", "resbm4+ids"])
