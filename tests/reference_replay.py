@@ -178,5 +178,5 @@ class Run:
             base["weights"] = mean
             base["m"] = sum(s * r.flat(r.m) for s, r in rows)
             base["v"] = sum(s * r.flat(r.v) for s, r in rows)
-            base["t"] += round(sum(s * r.steps for s, r in rows))
+            base["t"] += round(sum(w * r.steps for w, (_, r) in zip(weights, rows, strict=True)) / sum(weights))
         self.merged[e.epoch, e.stage] = base["weights"].clone()

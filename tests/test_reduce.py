@@ -170,3 +170,12 @@ def test_first_merge_without_momentum() -> None:
     old = {"weights": np.array([1, 2], F)}
     reduced = rd.reduce_shard({"a": {"delta": np.array([1, 1], F)}}, {"a": 1.0}, old, rd.Outer("nesterov", 1.0, 0.0))
     assert reduced.parts["weights"].tolist() == [0, 1] and reduced.parts["momentum"].tolist() == [1, 1]
+
+
+def test_a_half_step_is_rounded_by_the_weights_and_not_by_their_rounding():
+    passes, steps = {"a": 14, "b": 15, "c": 23}, {"a": 7, "b": 8, "c": 12}
+    assert sum(passes[k] * steps[k] for k in steps) / 52 == 9.5
+    assert rd.mean_steps(passes, 2.0, steps) == 10
+    assert rd.mean_steps({"a": 1, "b": 3}, 2.0, {"a": 1, "b": 2}) == round(7 / 4) == 2
+    assert rd.mean_steps({"a": 1, "b": 1, "c": 100}, 2.0, {"a": 0, "b": 0, "c": 8}) == 4, "capped at twice the median"
+    assert rd.mean_steps({"a": 0}, 2.0, {"a": 5}) == 0

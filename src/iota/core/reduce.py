@@ -58,8 +58,20 @@ class Reduced(msgspec.Struct, frozen=True):
 
 
 def coefficients(passes: Mapping[Key, int], cap: float) -> dict[Key, float]:
-    """Coefficients in order of key: float32(B_i / sum B) as Python floats, B_i = min(passes, cap x median of those
-    above zero). Members without passes are left out; an empty result means that the stage keeps its state.
+    """Coefficients in order of key: float32(B_i / sum B) as Python floats, B_i as `capped` says. Members without passes
+    are left out; an empty result means that the stage keeps its state. Raises what `capped` does."""
+    return _shares(capped(passes, cap))
+
+
+def mean_steps(passes: Mapping[Key, int], cap: float, steps: Mapping[Key, int]) -> int:
+    """The merged state's step of Adam beyond the base's: the mean of the members' local steps weighted by B_i, rounded
+    (half to even). By the weights themselves: rounded coefficients would decide a half by their rounding."""
+    weights = capped(passes, cap)
+    return round(sum(weight * steps[key] for key, weight in weights.items()) / sum(weights.values())) if weights else 0
+
+
+def capped(passes: Mapping[Key, int], cap: float) -> dict[Key, float]:
+    """B_i in order of key: min(passes, cap x median of those above zero); members without passes are left out.
 
     Raises ValueError for negative passes or a cap that is not positive.
     """
@@ -70,7 +82,7 @@ def coefficients(passes: Mapping[Key, int], cap: float) -> dict[Key, float]:
         return {}
     ordered = sorted(counts.values())
     median = (ordered[(len(ordered) - 1) // 2] + ordered[len(ordered) // 2]) / 2
-    return _shares({key: min(float(count), cap * median) for key, count in counts.items()})
+    return {key: min(float(count), cap * median) for key, count in counts.items()}
 
 
 def renormalise(coefficient: Mapping[Key, float], keep: Collection[Key]) -> dict[Key, float]:

@@ -198,8 +198,18 @@ def owners_of(mc: Machine, merge: StageMerge, shard: int) -> list[int]:
 
 
 def coefficients(mc: Machine, merge: StageMerge) -> dict[Key, float]:
-    passes = {mc.state.members[n].key: w for n, w in zip(merge.members, merge.weights, strict=True)}
-    return reducing.coefficients(passes, mc.state.config.merge.weight_cap)
+    return reducing.coefficients(_passes(mc, merge), mc.state.config.merge.weight_cap)
+
+
+def mean_steps(mc: Machine, merge: StageMerge) -> int:
+    """By how many steps of Adam a merged stage is ahead of its base."""
+    s = mc.state
+    steps = {s.members[n].key: s.commitments[n].steps for n in merge.members}
+    return reducing.mean_steps(_passes(mc, merge), s.config.merge.weight_cap, steps)
+
+
+def _passes(mc: Machine, merge: StageMerge) -> dict[Key, int]:
+    return {mc.state.members[n].key: w for n, w in zip(merge.members, merge.weights, strict=True)}
 
 
 # ---------------------------------------------------------------------------------------------------- reduce

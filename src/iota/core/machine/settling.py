@@ -109,10 +109,8 @@ def finish_stages(mc: Machine) -> None:
             mc.emit(ev.StageMerged(s.epoch, stage, False, kept))
             continue
         pieces = _pieces(mc, merge, old.parameters)
-        steps = round(
-            sum(merging.coefficients(mc, merge)[s.members[n].key] * s.commitments[n].steps for n in merge.members)
-        )
-        merged = Checkpoint(s.run, s.epoch, stage, old.parameters, old.t + steps, pieces)
+        t = old.t + merging.mean_steps(mc, merge)
+        merged = Checkpoint(s.run, s.epoch, stage, old.parameters, t, pieces)
         mc.emit(ev.StageMerged(s.epoch, stage, True, merged))
 
 
