@@ -58,6 +58,9 @@ def test_an_entry_survives_the_file(tmp_path):
     )  # fmt: skip
     assert parse_fleet(entry_text(machine)).machine == (machine,)
     path = tmp_path / "fleet.toml"
+    append(path, msgspec.structs.replace(machine, name='a "b"\nü'))
+    assert parse_fleet(path.read_text()).machine[0].name == 'a "b"\nü'
+    path.unlink()
     append(path, machine)
     before = "# mine\n" + path.read_text()
     path.write_text(before)
@@ -93,6 +96,8 @@ def test_the_command_writes_an_entry_that_plan_takes(tmp_path, capsys):
         ([*STATED[:4], "--round-trip", "-1"], "round_trip_ms = -1 cannot be"),
         (["--up", "0", *STATED[2:]], "up_mbits = 0 cannot be"),
         (["--url", "ftp://x"], "--url = 'ftp://x' is no address"),
+        (["--url", "http://x:99999"], "--url = 'http://x:99999' is no address"),
+        (["--url", "http://[::1"], "--url = 'http://[::1' is no address"),
         (["--seconds", "0"], "no length of a window"),
         (["--recipe", "none.toml"], "none.toml does not exist"),
         (["--serve", "8402"], "--serve = '8402' is no address"),

@@ -60,6 +60,7 @@ def test_unknown_keys_name_section_valid_keys_and_a_guess() -> None:
         ("train", "lr = nan", "train.lr = NaN is not finite"),
         ("train", "batch = 2.5", "train.batch = 2.5 is a fraction; write a whole number"),
         ("train", f"batch = {2**64}", "too large"),
+        ("train", f"lr = {10**400}", "too large"),
         ("model", "tie_embeddings = 1", "write true or false"),
         ("admit", "allow = [1]", "admit.allow = [1] is a list; write a list, each item a text"),
         ("admit", 'validators = {a = "x"}', "write a table, each value a whole number"),

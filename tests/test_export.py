@@ -138,9 +138,25 @@ async def test_what_is_no_exported_model_is_refused_by_name(tmp_path: Path) -> N
     weights.unlink()
     assert refusal().startswith("no_object")
     weights.write_bytes(good)
-    for change in ({"format": "x"}, {"cuts": [[0, 1], [1, 2]]}, {"stages": {"count": "three"}}, {"more": 1}):
+    blocks, many = facts["model"]["blocks"], 10**9
+    last = facts["cuts"][-1][0]
+    for change in (
+        {"format": "x"},
+        {"cuts": [[0, 1], [1, 2]]},
+        {"cuts": [[0, 0], [0, 1], [1, blocks]]},
+        {"cuts": [[0, 2], [2, 1], [1, blocks]]},
+        {"stages": {"count": "three"}},
+        {"more": 1},
+        {"model": facts["model"] | {"blocks": many}, "cuts": [*facts["cuts"][:-1], [last, many]]},
+        {"model": facts["model"] | {"vocabulary": 2**60}},
+    ):
         card.write_bytes(msgspec.json.encode({**facts, **change}))
         assert refusal().startswith("bad_checkpoint")
+    for wrong in ({"ffn": -5}, {"rope_theta": 0.0}, {"norm_eps": -1.0}):
+        card.write_bytes(msgspec.json.encode({**facts, "model": facts["model"] | wrong}))
+        assert refusal().startswith("bad_config")
+    card.write_text('{"format":' * 20_000)
+    assert refusal().startswith("bad_checkpoint")
     card.unlink()
     assert refusal().startswith("no_checkpoint")
 

@@ -16,6 +16,7 @@ from iota.config.load import load_run
 from iota.config.schema import ModelConfig, RunConfig
 from iota.errors import IotaError
 from iota.model.layout import Layout, initial_state
+from iota.model.partition import cut_blocks
 from iota.nodes.export import export, open_model
 from iota.nodes.export_hf import export_hf
 from iota.nodes.huggingface import llama3_scaling, llama_config, llama_model
@@ -101,6 +102,13 @@ async def test_an_exported_model_goes_on_where_it_was(tmp_path: Path, codec: str
     if codec == "resbm+ids":  # under another seed the codec would be another one
         start = Start(tmp_path / "out")
         assert start.notes(changed(again.config, seed=12)) and not start.notes(again.config)
+        other = changed(again.config, "stages", count=2)  # nor do its halves belong between other blocks
+        drawn = start.weights(other, 0, cut_blocks(other)[0])
+        layout = Layout.for_stage(other, 0, cut_blocks(other)[0])
+        fresh = layout.views(initial_state(other, 0, cut_blocks(other)[0], other.seed))
+        mine, name = layout.views(drawn), "boundaries.0.encoder_in.weight"
+        assert start.notes(other) and np.array_equal(mine[name], fresh[name])
+        assert not np.array_equal(mine["embedding.weight"], fresh["embedding.weight"])
 
 
 async def test_the_run_itself_refuses_a_model_of_other_sizes_before_it_writes(tmp_path: Path) -> None:
@@ -178,14 +186,19 @@ def test_a_folder_that_cannot_be_read_is_refused_by_name(tmp_path: Path) -> None
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"head_dim": 8}, "2 heads of 8 channels"),
         ({"vocab_size": "many"}, "vocab_size is 'many'"),
+        ({"head_dim": None, "num_attention_heads": 3, "num_key_value_heads": 3}, "3 heads of 10 channels"),
+        ({"head_dim": "16"}, "head_dim is '16', not a whole number"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings is 'false', not true or false"),
+        ({"num_hidden_layers": 10**9}, "says 1000000000 blocks, beside it are 30 tensors"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type = 'linear'"),
         ({"rope_parameters": llama3_scaling() | {"factor": 32.0}}, "factor = 32.0"),
     ):
         card.write_bytes(msgspec.json.encode(facts | change))
         assert text in refusal()
-    card.write_text("[")
-    assert "is no JSON object" in refusal()
+    for broken in ("[", '{"a":' * 20_000):
+        card.write_text(broken)
+        assert "is no JSON object" in refusal()
     card.write_bytes(msgspec.json.encode(facts))
     (folder / "tokenizer.json").unlink()
     assert "has no tokenizer.json" in refusal()

@@ -371,6 +371,17 @@ def test_one_that_returns_before_it_did_anything_goes_where_members_are_fewest()
     swarm.finish()
 
 
+def test_one_that_returns_before_it_did_anything_stays_where_it_was_among_equals() -> None:
+    swarm = Swarm(config(merge={"members": 3, "gather_limit": 300.0}), 3)
+    victim = swarm.miners(6)[-1]
+    swarm.run(lambda: victim.held)
+    victim.kill()
+    swarm.run(lambda: not victim.member.alive)
+    assert swarm.add().member.stage == 2, "two in every stage again"
+    victim.start()
+    assert victim.member.stage == 2
+
+
 def test_draining_member_hands_on_and_leaves() -> None:
     swarm = three_by_two()
     leaver = holding(swarm, tasks.Forward, 1)

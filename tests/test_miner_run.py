@@ -1,6 +1,7 @@
 """Miners against the real orchestrator, in virtual time: whole epochs, all miners at the same bytes, evidence shown."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,9 +12,10 @@ import torch
 from iota.config.load import load_run
 from iota.core import tasks
 from iota.core.machine import events as ev
-from iota.errors import Unreachable
+from iota.errors import IotaError, Unreachable
 from iota.net.memory import MemoryNetwork
 from iota.net.peer import Caller
+from iota.nodes.link import Session
 from iota.nodes.miner.node import Miner, MinerSettings
 from iota.nodes.miner.stage import StageWorker
 from iota.nodes.orchestrator import sheets
@@ -193,6 +195,46 @@ def test_a_stage_that_takes_long_to_make_does_not_cost_the_session(tmp_path):
     assert all(end.startswith("finished") for end in ends), ends
     assert [e.session for e in events_of(swarm, ev.SessionOpened)] == [1, 1, 1, 1]
     assert not [e for e in events_of(swarm, ev.Gone) if e.how == "dead"]
+
+
+def test_a_miner_that_does_not_fit_takes_no_task(tmp_path):
+    async def main():
+        swarm = Swarm(asyncio.get_running_loop(), tmp_path, two_by_two())
+        (task,) = await swarm.start(1)
+        miner = swarm.miners[0]
+        miner.settings = dataclasses.replace(miner.settings, max_memory=1)
+        with pytest.raises(IotaError, match="--max-memory allows 1"):
+            await task
+        leases = dict(swarm.node.machine.soft.lease)
+        await swarm.hub.clock.sleep(TINY.limits.silence + 2.0)
+        alive = swarm.node.machine.state.members[0].alive
+        await swarm.stop()
+        return leases, alive
+
+    assert simulate(main(), limit=600.0) == ({}, False)
+
+
+def test_a_miner_that_returns_to_another_stage_reads_tokens_only_there(tmp_path):
+    config = msgspec.structs.replace(
+        two_by_two(),
+        model=msgspec.structs.replace(TINY.model, blocks=3),
+        stages=msgspec.structs.replace(TINY.stages, count=3, codec="bottleneck"),
+    )
+
+    async def main():
+        swarm = Swarm(asyncio.get_running_loop(), tmp_path, config)
+        (task,) = await swarm.start(1)
+        task.cancel()
+        miner, reads = swarm.miners[0], []
+        for number, stage in enumerate((0, 1, 2), 1):
+            session = Session(number, stage, swarm.manifest)
+            await miner._begin(session, miner._fit(session))
+            reads.append(miner._tokens is not None)
+            miner._end()
+        await swarm.stop()
+        return reads
+
+    assert simulate(main(), limit=600.0) == [True, False, True]
 
 
 class Watched(StageWorker):

@@ -12,14 +12,16 @@ import torch
 from iota.config.schema import ModelConfig, RunConfig, StagesConfig, TrainConfig
 from iota.core.values import Tensor
 from iota.errors import IotaError
+from iota.model.boundary import BACKWARD, FORWARD, boundary_tensor
 from iota.model.layout import Layout, initial_state
 from iota.model.llama import LlamaStage
 from iota.model.optim import learning_rate
 from iota.model.partition import cut_blocks
 from iota.model.trainer import StageTrainer
-from iota.model.wires import pack_floats
+from iota.model.wires import pack, pack_floats, unpack
 
 torch.set_num_threads(1)
+CPU = torch.device("cpu")
 RNG = np.random.default_rng(2)
 
 
@@ -238,6 +240,38 @@ def test_learning_rate_warms_up_and_decays():
     assert rates == sorted(rates, reverse=True)
     assert learning_rate(msgspec.structs.replace(train, lr_tokens=0), 1000) == pytest.approx(0.1)
     assert learning_rate(msgspec.structs.replace(train, warmup_tokens=0), 0) == 1.0
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_gradients_rounding_is_keyed_by_run_sample_and_boundary(stage):
+    """What a validator must be able to draw again, whoever it is."""
+    packed, exact = (run_config(codec=codec) for codec in ("resbm4", "resbm"))  # one learned part, two wire formats
+    forward, backward = (boundary_tensor(packed, way) for way in (FORWARD, BACKWARD))
+    values, gradient = (torch.tensor(RNG.standard_normal((2, 8, 4)) * scale).float() for scale in (1.0, 0.01))
+    x, grad = pack(values, forward), pack(gradient, backward)
+    plain = [pack_floats(unpack(one, way, CPU, "x"), "float32") for one, way in ((x, forward), (grad, backward))]
+    _, labels = token_pair()
+
+    def back(trainer, sample, x, grad):
+        out, _ = (
+            trainer.forward_loss(sample, x, None, labels) if trainer.last else trainer.backward(sample, grad, x, None)
+        )
+        trainer.drop()
+        return out
+
+    trainer = trainer_of(packed, stage)
+    want = unpack(back(trainer_of(exact, stage), 0, *plain), boundary_tensor(exact, BACKWARD), CPU, "x")
+    outs = [back(trainer, sample, x, grad).data for sample in (5, 6)]
+    for sample, out in zip((5, 6), outs, strict=True):
+        assert bytes(out) == bytes(pack(want, backward, f"iota rounding 0 {sample} {stage - 1} backward".encode()).data)
+    assert bytes(outs[0]) != bytes(outs[1])
+
+
+def test_ids_are_those_of_the_tensor():
+    trainer = trainer_of(run_config(codec="resbm+ids"), 1)
+    x = boundary(4)
+    with pytest.raises(IotaError, match=r"ids \(2, 5\) are not those of a tensor"):
+        trainer.evaluate(x, token_pair()[0][:, :5])
 
 
 def test_weights_digest_is_over_the_flat_bytes():

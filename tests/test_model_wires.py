@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays
 
@@ -76,12 +76,14 @@ def test_topk_keeps_the_largest_with_ascending_indices():
 
 # -------------------------------------------------------------------------------------------------------------- values
 
-FINITE = arrays.arrays(np.float32, (2, 3, 5), elements=st.floats(-(2.0**127), 2.0**127, width=32))
+FINITE = arrays.arrays(np.float32, (2, 3, 5), elements=st.floats(width=32, allow_nan=False, allow_infinity=False))
 TAME = arrays.arrays(np.float32, (2, 3, 5), elements=st.floats(-1e6, 1e6, width=32))
 
 
 @settings(max_examples=40, deadline=None)
-@given(FINITE, st.sampled_from([*BITS, "topk", "float32", "bfloat16"]), st.booleans())
+@given(FINITE, st.sampled_from([*BITS, "topk", "float32"]), st.booleans())
+@example(np.full((2, 3, 5), np.finfo(np.float32).max), "int4", True)
+@example(np.full((2, 3, 5), np.finfo(np.float32).max), "int8", False)
 def test_whatever_is_finite_stays_finite(values, form, stochastic):
     shaped = payload(form, 5, 2 if form == "topk" else 5, 2, 3, stochastic and form in BITS)
     back = unpack(pack(torch.from_numpy(values), shaped, b"k"), shaped, CPU, "x")

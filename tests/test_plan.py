@@ -329,6 +329,8 @@ def test_tied_embeddings_keep_one_stage():
         (FLEET.replace("= 50\n", '= "50"\n', 1), 'machine 1.disk_gb = "50" is a text'),
         (FLEET.replace("up_mbits = 8", "up_mbits = 0"), "machine 1 (small): up_mbits = 0.0; write more than 0"),
         (FLEET.replace("count = 6", "count = 0"), "count = 0; write more than 0"),
+        (FLEET.replace("count = 6", f"count = {10**9}"), f"count = {10**9}; write at most 1000000"),
+        (FLEET.replace("= 50\n", f"= {10**400}\n", 1), "is too large; write a finite number"),
         (FLEET.replace("flops_float32 = 1e9\n", ""), "flops_float32 and flops_bfloat16 are missing"),
         (FLEET + FLEET, "machine 2 (small): the name is empty or taken"),
         (FLEET + "[hub]\nup_mbits = -1", "hub: up_mbits = -1.0; write 0 or more"),

@@ -120,6 +120,8 @@ def test_what_cannot_be_is_refused_before_anything_is_built(text, wanted):
 def test_set_refuses_an_unknown_preset():
     with pytest.raises(ConfigError, match=r'--set: preset = "2b" does not exist; write one of: 1m'):
         with_values(parse_run('name = "a"\n'), ["preset=2b"])
+    with pytest.raises(ConfigError, match=r"--set: preset = \[1\] is a list; write a text"):
+        with_values(parse_run('name = "a"\n'), ["preset=[1]"])
 
 
 def test_a_large_model_without_compression_does_not_fit_into_a_message():

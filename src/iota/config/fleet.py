@@ -72,6 +72,8 @@ class Fleet(Section, frozen=True):
 
 
 ABOVE_ZERO = ("count", "memory_gb", "disk_gb", "up_mbits", "down_mbits")
+MOST = 10**6
+"""Machines of one kind: a plan places them one by one."""
 AT_LEAST_ZERO = ("device_memory_gb", "flops_float32", "flops_bfloat16", "step_parameters", "round_trip_ms")
 
 
@@ -109,6 +111,8 @@ def _impossible(fleet: Fleet) -> list[str]:
         out += [
             f"{where}: {k} = {getattr(machine, k)}; write 0 or more" for k in AT_LEAST_ZERO if getattr(machine, k) < 0
         ]
+        if machine.count > MOST:
+            out.append(f"{where}: count = {machine.count}; write at most {MOST}")
         if not machine.name or names.index(machine.name) != number - 1:
             out.append(f"{where}: the name is empty or taken; write another")
         if machine.flops_float32 <= 0 and machine.flops_bfloat16 <= 0:

@@ -129,7 +129,9 @@ def _fits(value: object, hint: Any) -> bool:
     if get_origin(hint) is dict:
         return isinstance(value, dict) and all(_fits(item, get_args(hint)[1]) for item in value.values())
     if hint is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        if isinstance(value, int):
+            return not isinstance(value, bool) and -BIG <= value <= BIG
+        return isinstance(value, float) and math.isfinite(value)
     if hint is int:
         return isinstance(value, int) and not isinstance(value, bool) and -BIG <= value <= BIG
     return isinstance(value, hint)
@@ -189,7 +191,7 @@ def with_values(config: RunConfig, settings: Sequence[str]) -> RunConfig:
             if not isinstance(inner, dict):
                 raise ConfigError(f"{setting!r}: {section} is no section", "Write SECTION.KEY=VALUE")
         inner[key] = _value(text.strip())
-        if inner is data and key == PRESET and data[PRESET] in presets():
+        if inner is data and key == PRESET and isinstance(data[PRESET], str) and data[PRESET] in presets():
             data = _with_preset({name: value for name, value in data.items() if name not in ("model", "stages")})
     return _typed(_lists(data), "--set")
 

@@ -8,6 +8,7 @@ inner step and the digest of the weights after each pass are timed apart: they f
 
 from __future__ import annotations
 
+import json
 import platform
 import re
 import statistics
@@ -159,7 +160,9 @@ def entry_text(machine: Machine) -> str:
 
 
 def _toml(value: str | float) -> str:
-    return f'"{value}"' if isinstance(value, str) else f"{value:.4e}" if value >= 1e7 else f"{value:g}"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False)
+    return f"{value:.4e}" if value >= 1e7 else f"{value:g}"
 
 
 def check_free(path: Path, name: str) -> str:

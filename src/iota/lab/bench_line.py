@@ -26,11 +26,15 @@ TIMEOUT = 60.0
 def measure_line(url: str, long_enough: float = LONG_ENOUGH) -> Line:
     """Both directions and the round trip. Raises ConfigError for a URL that cannot be, IotaError `unreachable` when the
     server does not answer as it should."""
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname if parts.scheme in ("http", "https") else None, parts.port
+    except ValueError:  # brackets that do not close, a port that cannot be
+        host = None
+    if not host:
         raise ConfigError(f"--url = {url!r} is no address", "Give http://HOST:PORT of an `iota bench device --serve`")
     kind = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
-    connection = kind(parts.hostname, parts.port, timeout=TIMEOUT)
+    connection = kind(host, port, timeout=TIMEOUT)
     path = parts.path or "/"
     try:
         _exchange(connection, "GET", f"{path}?bytes=1", b"", 1)
@@ -68,6 +72,8 @@ def _exchange(
     got = 0
     while piece := response.read(PIECE):
         got += len(piece)
+        if got > (expected or 0) + PIECE:
+            break
     if response.status >= 300 or (expected is not None and got != expected):
         raise http.client.HTTPException(f"{method} was answered with {response.status} and {got} bytes")
     return time.perf_counter() - start

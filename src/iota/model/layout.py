@@ -52,6 +52,8 @@ def check_model(config: RunConfig) -> None:
         (model.kv_heads < 1 or model.heads % model.kv_heads != 0, "model.heads must be a multiple of model.kv_heads"),
         (model.blocks < 1, "model.blocks must be at least 1"),
         (model.vocabulary < 2, "model.vocabulary must be at least 2"),
+        (model.ffn < 0, "model.ffn must be at least 0"),
+        (not (model.rope_theta > 0 and model.norm_eps > 0), "model.rope_theta and model.norm_eps must be more than 0"),
         (model.sequence < 1, "model.sequence must be at least 1"),
         (not 1 <= stages.count <= model.blocks, "stages.count must lie between 1 and model.blocks"),
         (model.tie_embeddings and stages.count > 1, "model.tie_embeddings needs stages.count = 1"),

@@ -126,18 +126,21 @@ def _noise(key: bytes, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.from_numpy(draws)
 
 
-def _bfloat16_above(values: torch.Tensor) -> torch.Tensor:
-    """Values >= 0 rounded up to bfloat16, at most its largest: under a scale that is too small the largest values would
-    be cut off, and stochastic rounding biased."""
-    nearest = values.to(torch.bfloat16)
-    above = (nearest.view(torch.int16) + (nearest.float() < values).to(torch.int16)).view(torch.bfloat16)
-    return above.clamp(max=torch.finfo(torch.bfloat16).max)
+def _scale(values: torch.Tensor, top: int) -> torch.Tensor:
+    """A token's scale [B, T, 1]: largest magnitude / `top`, rounded up to bfloat16: under one that is too small the
+    largest values would be cut off, and stochastic rounding biased. At most the largest whose product with `top` is
+    finite: a receiver refuses others."""
+    wanted = values.abs().amax(-1, keepdim=True) / top
+    nearest = wanted.to(torch.bfloat16)
+    above = (nearest.view(torch.int16) + (nearest.float() < wanted).to(torch.int16)).view(torch.bfloat16)
+    largest = torch.tensor(torch.finfo(torch.float32).max / top).view(torch.int32) & -(2**16)
+    return above.clamp(max=largest.view(torch.float32).item())  # the upper half of its bits: a bfloat16
 
 
 def _quantise(values: torch.Tensor, payload: Payload, key: bytes) -> np.ndarray:
     bits = BITS[payload.format]
     top = 2 ** (bits - 1) - 1
-    scale = _bfloat16_above(values.abs().amax(-1, keepdim=True) / top)
+    scale = _scale(values, top)
     divisor = torch.where(scale > 0, scale.float(), torch.ones(()))
     steps = values / divisor
     rounded = torch.floor(steps + (_noise(key, tuple(values.shape)) if payload.stochastic else 0.5))

@@ -58,12 +58,13 @@ def parse_card(data: bytes, place: str) -> Card:
         if found != FORMAT:
             raise bad_export(f"{place} has format {found!r}, this software reads {FORMAT!r}")
         card = msgspec.json.decode(data, type=Card)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise bad_export(f"{place} is not the description of an exported model: {error}") from error
     config = card.config()
     check_model(config)
     edges = [first for first, _ in card.cuts] + [config.model.blocks]
-    if len(card.cuts) != config.stages.count or edges != [0] + [last for _, last in card.cuts]:
+    whole = edges == [0] + [last for _, last in card.cuts] and all(first < last for first, last in card.cuts)
+    if len(card.cuts) != config.stages.count or not whole:
         raise bad_export(f"{place}: cuts {card.cuts} do not divide {config.model.blocks} blocks into {len(card.cuts)}")
     return card
 

@@ -138,6 +138,8 @@ def _open_export(folder: Path) -> Loaded:
         tensors = safetensors.load(read_checked(folder / WEIGHTS))
     except SafetensorError as error:
         raise bad_export(f"{folder / WEIGHTS} is no whole safetensors file: {error}") from error
+    if card.model.blocks > len(tensors):  # before anything is as long as it says
+        raise bad_export(f"{folder / CARD} says {card.model.blocks} blocks, {WEIGHTS} has {len(tensors)} tensors")
     weights = [_stage_weights(config, stage, cut, tensors) for stage, cut in enumerate(card.cuts)]
     if tensors:
         raise bad_export(f"{folder / WEIGHTS} has tensors that this model has not: {', '.join(sorted(tensors)[:4])}")
@@ -147,14 +149,17 @@ def _open_export(folder: Path) -> Loaded:
 def _stage_weights(config: RunConfig, stage: int, cut: tuple[int, int], tensors: dict[str, np.ndarray]) -> np.ndarray:
     """Take a stage's tensors out of `tensors` into its flat order."""
     layout = Layout.build(tensor_shapes(config, stage, cut))
-    flat = np.empty(layout.size, dtype=np.float32)
-    for name, view in layout.views(flat).items():
+    found: dict[str, np.ndarray] = {}
+    for name, shape in zip(layout.names, layout.shapes, strict=True):  # all, before memory is taken by what it says
         values = tensors.pop(name, None)
         if values is None:
-            raise bad_export(f"tensor {name} of shape {view.shape} is missing in {WEIGHTS}")
-        if values.shape != view.shape or values.dtype != np.float32:
-            raise bad_export(f"tensor {name} is {values.dtype} {values.shape}, the model needs float32 {view.shape}")
-        view[...] = values
+            raise bad_export(f"tensor {name} of shape {shape} is missing in {WEIGHTS}")
+        if values.shape != shape or values.dtype != np.float32:
+            raise bad_export(f"tensor {name} is {values.dtype} {values.shape}, the model needs float32 {shape}")
+        found[name] = values
+    flat = np.empty(layout.size, dtype=np.float32)
+    for name, view in layout.views(flat).items():
+        view[...] = found.pop(name)
     return flat
 
 

@@ -66,11 +66,16 @@ def llama_model(config: dict[str, Any], place: str) -> ModelConfig:
     for key, plain in (("hidden_act", "silu"), ("attention_bias", False), ("mlp_bias", False)):
         if config.get(key, plain) != plain:
             raise ConfigError(f"{place}: {key} is {config[key]!r}", f"Only models with {key} = {plain!r} can be read")
-    if (config.get("head_dim") or width // heads) * heads != width:
+    each = config.get("head_dim")
+    each = width // heads if each is None else _count(config, "head_dim", place)
+    if each * heads != width:
         raise ConfigError(
-            f"{place}: {heads} heads of {config['head_dim']} channels do not make a width of {width}",
+            f"{place}: {heads} heads of {each} channels do not make a width of {width}",
             "Only models whose heads share the width evenly can be read",
         )
+    tied = config.get("tie_word_embeddings")
+    if tied not in (None, False, True):
+        raise ConfigError(f"{place}: tie_word_embeddings is {tied!r}, not true or false", "Restore the file")
     theta, scaling = _rotary(config, place)
     return ModelConfig(
         width=width,
@@ -83,7 +88,7 @@ def llama_model(config: dict[str, Any], place: str) -> ModelConfig:
         rope_theta=theta,
         rope_scaling=scaling,
         norm_eps=_number(config, "rms_norm_eps", 1e-6, place),
-        tie_embeddings=bool(config.get("tie_word_embeddings", False)),
+        tie_embeddings=bool(tied),
     )
 
 

@@ -71,7 +71,10 @@ class Start:
         named = named if self.card is None else self.card.tokenizer
         file = folder / TOKENIZER
         self.tokenizer = "bytes" if named == "bytes" else str(file) if file.is_file() else ""
-        self._tensors = self._named(tensor_files(folder))
+        files = tensor_files(folder)
+        if self.model.blocks > len(files):  # before anything is as long as it says
+            raise _bad(f"{path} says {self.model.blocks} blocks, beside it are {len(files)} tensors")
+        self._tensors = self._named(files)
 
     def _named(self, files: dict[str, Path]) -> dict[str, tuple[Path, str]]:
         """Where each tensor is, by our global name: its file, and its name there. An unknown tensor keeps its name."""
@@ -282,7 +285,7 @@ def _reading(file: Path) -> Iterator[Any]:
 def _json(path: Path) -> dict[str, Any]:
     try:
         return msgspec.json.decode(read_checked(path), type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise _bad(f"{path} is no JSON object: {error}") from error
 
 

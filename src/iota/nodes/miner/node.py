@@ -19,6 +19,7 @@ from iota.core import tasks
 from iota.core.values import CheckpointSheet, Digest, Tensor
 from iota.errors import IotaError, Unreachable
 from iota.model.boundary import reads_tokens
+from iota.model.needs import MemoryNeed
 from iota.net.peer import Caller
 from iota.nodes.data_source import data_fetch
 from iota.nodes.effects import Clock, Compute, Entropy
@@ -131,9 +132,10 @@ class Miner:
     # ------------------------------------------------------------------------------------------------------ session
 
     async def _open(self, session: Session) -> tuple[Shower, Heard]:
-        """Make the stage, and hear the first task meanwhile: a large stage takes longer to make than a peer may be
-        silent, but not longer than its first task, a load, may take."""
-        making = asyncio.ensure_future(self._begin(session))
+        """Make the stage, if it fits, and hear the first task meanwhile: a large stage takes longer to make than a peer
+        may be silent, but not longer than its first task, a load, may take."""
+        need = self._fit(session)  # before a task is taken, which would be held for somebody who is not coming
+        making = asyncio.ensure_future(self._begin(session, need))
         try:
             heard = await self._hear()
             while isinstance(heard.answer.task, tasks.Wait) and not making.done():
@@ -152,12 +154,12 @@ class Miner:
                 raise
             raise SessionOver(str(error)) from error
 
-    async def _begin(self, session: Session) -> Shower:
-        """Make the stage this session is for, if it fits."""
+    def _fit(self, session: Session) -> MemoryNeed:
+        """What this session's stage needs. Raises IotaError when it does not fit."""
         manifest, stage, settings = session.manifest, session.stage, self.settings
         if not 0 <= stage < len(manifest.cuts):
             raise IotaError("bad_stage", f"assigned stage {stage} of {len(manifest.cuts)}", "Report this as a fault.")
-        cut, dtype = manifest.cuts[stage], settings.dtype or manifest.config.train.dtype
+        cut, dtype = manifest.cuts[stage], self._dtype(manifest)
         need = check_memory(
             manifest.config, stage, cut, settings.max_memory, device=settings.device, dtype=dtype, room=settings.room
         )
@@ -168,12 +170,20 @@ class Miner:
                 f"evidence may take up to {disk:,} bytes, free on this disk are {free:,}: a pass whose evidence cannot "
                 f"be kept does not count"
             )
+        return need
+
+    def _dtype(self, manifest: Manifest) -> str:
+        return self.settings.dtype or manifest.config.train.dtype
+
+    async def _begin(self, session: Session, need: MemoryNeed) -> Shower:
+        """Make the stage this session is for."""
+        manifest, stage, settings, dtype = session.manifest, session.stage, self.settings, self._dtype(session.manifest)
         worker = self.worker = await self._compute.run(
             self._worker_class, manifest, self._caller.identity.key, stage, session.number, settings.device, dtype,
             settings.folder, settings.max_disk,
         )  # fmt: skip
-        if self._tokens is None and reads_tokens(manifest.config, stage):
-            self._tokens = self._reader(manifest)
+        reads = reads_tokens(manifest.config, stage)  # the stage of an earlier session may have been another
+        self._tokens = (self._tokens or self._reader(manifest)) if reads else None
         self._reducer = Reducer(self._objects, self._compute, worker)
         self.status.run, self.status.stage, self.status.session = manifest.run, stage, session.number
         self.status.dtype = dtype
